@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -137,6 +137,20 @@ class Strategy(Protocol):
         ...
 
 
+class DraftColumns(NamedTuple):
+    """Block table columns of rows that keep one state for each of `1 + S` tokens, all (rows,).
+
+    The state before the step stands in column `read_first + num_accepted_tokens - 1`; the one after
+    the step's token `j` goes to `write_first + j`. Columns `needed_first` to `needed_last` must hold
+    slots.
+    """
+
+    read_first: IntArray
+    write_first: IntArray
+    needed_first: IntArray
+    needed_last: IntArray
+
+
 class BatchClassifier(Strategy, Protocol):
     """Splits a step into a leading run of decode rows and the prefill rows behind it."""
 
@@ -154,7 +168,8 @@ class CacheMode(Strategy, Protocol):
     Attributes:
         fields: per-row fields of the plan's part `cache`, over all rows of the step; () if none.
         block_size: tokens of a block, or None where a row has one block for its whole life.
-        whole_rows: state_indices carry the whole block table row rather than the 1 + S columns.
+        whole_rows: state_indices carry the whole block table row rather than the 1 + S columns, and
+            prefill rows carry num_computed_tokens.
         reuses_states: states at block ends may be shared between requests (prefix cache).
     """
 
@@ -186,11 +201,17 @@ class CacheMode(Strategy, Protocol):
         """
         ...
 
-    def plan_fields(self, rows: Rows, num_decodes: int, out: Mapping[str, npt.NDArray[Any]]) -> None:
+    def draft_columns(self, rows: Rows) -> DraftColumns:
+        """Columns of decode rows that verify drafts; asked only with speculative tokens."""
+        ...
+
+    def plan_fields(self, rows: Rows, out: Mapping[str, npt.NDArray[Any]]) -> None:
         """Fill the host views of `fields` for all rows of the step."""
         ...
 
-    def describe(self, rows: Rows, num_decodes: int) -> dict[str, Any] | None:
+    def describe(
+        self, rows: Rows, num_decodes: int, fields: Mapping[str, npt.NDArray[Any]]
+    ) -> dict[str, Any] | None:
         """The part `cache` of the printed plan, or None if this mode has none."""
         ...
 

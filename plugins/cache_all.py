@@ -1,0 +1,127 @@
+"""Cache mode `all`: every block keeps the state at its end, whatever the chunking of the prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import Field as Option
+
+from ssmcore.blocks import block_start, column_after, crossed_boundaries
+from ssmcore.hookspecs import hookimpl
+from ssmcore.step import Rows
+from ssmcore.strategies import (
+    CacheModeRecord,
+    Conflict,
+    CreateContext,
+    DraftColumns,
+    Field,
+    IntArray,
+    Selection,
+    StrategyOptions,
+)
+
+
+class AllOptions(StrategyOptions):
+    """Options of `all`."""
+
+    block_size: int = Option(default=256, ge=1, le=2**31 - 1, strict=True)
+    """Tokens of a cache block; every multiple of it keeps a state."""
+
+
+class AllCache:
+    """State of every block in its column; kernels get whole block table rows."""
+
+    fields: tuple[Field, ...] = (
+        Field("last_scheduled_block"),
+        Field("last_computed_block"),
+        Field("first_scheduled_block"),
+        Field("last_scheduled_block_prev_step"),
+    )
+    whole_rows = True
+    reuses_states = True
+
+    def __init__(self, options: AllOptions, context: CreateContext) -> None:
+        self.block_size: int | None = options.block_size
+        self._size = options.block_size
+        self._num_spec_tokens = context.limits.num_spec_tokens
+
+    def check(self, selection: Selection) -> Conflict | None:
+        """Refuses to run blocks that do not end with a chunk."""
+        chunk = selection.limits.chunk_size
+        if selection.running and self._size % chunk:
+            return Conflict(
+                setting=f"cache.block_size = {self._size}",
+                other=f"the model's chunk size = {chunk}",
+                reason="states are to be had at chunk ends only, and every block end keeps one",
+                instead=f"a cache.block_size that is a multiple of {chunk}",
+            )
+        return None
+
+    def table_width(self, max_tokens: int) -> int:
+        """One column a block, and `S` behind the last."""
+        return max(1, -(-max_tokens // self._size)) + self._num_spec_tokens
+
+    def column(self, tokens: IntArray) -> IntArray:
+        """`max(0, (tokens - 1) // block_size)`."""
+        return column_after(tokens, self._size)
+
+    def last_boundary(self, tokens: IntArray) -> IntArray | None:
+        """The block start at or before `tokens`."""
+        return block_start(tokens, self._size)
+
+    def state_writes(self, rows: Rows) -> tuple[IntArray, IntArray]:
+        """The state at every block end that the step crosses, and each row's last."""
+        return crossed_boundaries(rows.computed, rows.seq_lens, self._size)
+
+    def draft_columns(self, rows: Rows) -> DraftColumns:
+        """Reads from the previous step's last block on, writes from this step's last block on."""
+        last = column_after(rows.seq_lens, self._size)
+        return DraftColumns(
+            read_first=self._previous_block(rows),
+            write_first=last,
+            needed_first=rows.computed // self._size,
+            needed_last=last,
+        )
+
+    def _previous_block(self, rows: Rows) -> IntArray:
+        computed = np.maximum((rows.computed - 1) // self._size, 0)
+        previous = rows.prev_last_scheduled_block
+        return computed if previous is None else np.where(previous >= 0, previous, computed)
+
+    def plan_fields(self, rows: Rows, out: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Block of the last scheduled, last computed and first scheduled token of every row."""
+        out["last_scheduled_block"][:] = column_after(rows.seq_lens, self._size)
+        out["last_computed_block"][:] = column_after(rows.computed, self._size)
+        out["first_scheduled_block"][:] = rows.computed // self._size
+        out["last_scheduled_block_prev_step"][:] = self._previous_block(rows)
+
+    def describe(
+        self, rows: Rows, num_decodes: int, fields: Mapping[str, npt.NDArray[Any]]
+    ) -> dict[str, Any] | None:
+        """Blocks of every row; the previous step's only where it was given."""
+        previous = self._num_spec_tokens and rows.prev_last_scheduled_block is not None
+        prefills = num_decodes < len(rows)
+        return {
+            "last_scheduled_block": fields["last_scheduled_block"].tolist(),
+            "last_computed_block": fields["last_computed_block"].tolist(),
+            "first_scheduled_block_prefill": (
+                fields["first_scheduled_block"][num_decodes:].tolist() if prefills else None
+            ),
+            "last_scheduled_block_prev_step": (
+                fields["last_scheduled_block_prev_step"].tolist() if previous else None
+            ),
+        }
+
+
+@hookimpl
+def ssmcore_cache_modes() -> Iterator[CacheModeRecord]:
+    """Offer `all`."""
+    yield CacheModeRecord(
+        name="all",
+        summary="Keeps the state at every block end for prefix reuse.",
+        options=AllOptions,
+        create=AllCache,
+    )

@@ -1,0 +1,60 @@
+"""Batch classifier `decode-first`: decodes lead the step, prefills follow.
+
+A row decodes when it schedules few enough tokens for the decode path and misses no prompt tokens; a
+one-token prompt tail (padded with drafts or not) is promoted to a decode, since that path can roll
+drafts back. The decodes of a step are its leading run of such rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ssmcore.hookspecs import hookimpl
+from ssmcore.step import Rows
+from ssmcore.strategies import (
+    BatchClassifierRecord,
+    Conflict,
+    CreateContext,
+    Field,
+    Selection,
+    StrategyOptions,
+)
+
+
+class DecodeFirst:
+    """Leading run of decode-like rows; see `docs/steps.md` for the rule."""
+
+    fields: tuple[Field, ...] = ()
+
+    def __init__(self, options: StrategyOptions, context: CreateContext) -> None:
+        self._num_spec_tokens = context.limits.num_spec_tokens
+
+    def check(self, selection: Selection) -> Conflict | None:
+        """Lives with every strategy."""
+        return None
+
+    def num_decodes(self, rows: Rows) -> int:
+        """Length of the leading run of decode-like rows."""
+        most = 1 if rows.num_accepted_tokens is None else 1 + self._num_spec_tokens
+        lens = rows.query_lens
+        if not rows.is_prefilling.any() and lens.max() <= most:
+            return len(rows)
+        promoted = lens == 1
+        if rows.num_draft_tokens is not None:
+            drafts = rows.num_draft_tokens
+            promoted |= (drafts >= 0) & (lens == drafts + 1)
+        promoted &= rows.computed > 0
+        prefill_like = (lens > most) | (rows.is_prefilling & ~promoted)
+        prefill_like &= lens > 0
+        return int(prefill_like.argmax()) if prefill_like.any() else len(rows)
+
+
+@hookimpl
+def ssmcore_batch_classifiers() -> Iterator[BatchClassifierRecord]:
+    """Offer `decode-first`."""
+    yield BatchClassifierRecord(
+        name="decode-first",
+        summary="Decodes lead the step, prefills follow; one-token prompt tails run as decodes.",
+        options=StrategyOptions,
+        create=DecodeFirst,
+    )

@@ -1,0 +1,88 @@
+"""Which arrays a plan's memory holds, for given rows: the core's fields and those strategies declare."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from ssmcore.chunks import PrefillSizes
+from ssmcore.plan import PARTS
+from ssmcore.step import Rows
+from ssmcore.strategies import Field, Limits, Selection
+
+LayoutFields = Iterator[tuple[str, npt.DTypeLike, tuple[int, ...]]]
+
+
+def declared_fields(selection: Selection) -> list[tuple[str, Field]]:
+    """Part and field of everything the four strategies declare."""
+    return [
+        (part, field)
+        for part in PARTS
+        if part != "prefill"
+        for field in getattr(getattr(selection, part), "fields", ())
+    ]
+
+
+def row_fields(
+    rows: Rows, num_decodes: int, selection: Selection, declared: list[tuple[str, Field]]
+) -> LayoutFields:
+    """All but the prefill part; sizes depend on row counts and the block table's width alone."""
+    drafts = selection.limits.num_spec_tokens
+    if num_decodes:
+        count = (num_decodes,)
+        accepted = rows.num_accepted_tokens is not None
+        columns = rows.block_table.shape[1] if selection.cache.whole_rows else 1 + drafts
+        yield "decode.state_indices", np.int32, (num_decodes, columns)
+        yield "decode.conv_read_slots", np.int32, count
+        yield "decode.state_read_slots", np.int32, count
+        written = (num_decodes, 1 + drafts) if accepted and drafts else count
+        yield "decode.write_slots", np.int32, written
+        if accepted:
+            yield "decode.query_start_loc", np.int32, (num_decodes + 1,)
+            yield "decode.num_accepted_tokens", np.int32, count
+    for part, field in declared:
+        extent = num_decodes if part == "decode" else len(rows)
+        if extent:
+            yield f"{part}.{field.name}", field.dtype, (extent, *field.shape)
+
+
+def prefill_fields(
+    rows: Rows, sizes: PrefillSizes, num_writes: int, selection: Selection
+) -> LayoutFields:
+    """The prefill part for the step's prefill rows."""
+    whole_rows = selection.cache.whole_rows
+    count = (len(rows),)
+    columns = (len(rows), rows.block_table.shape[1]) if whole_rows else count
+    yield "prefill.query_start_loc", np.int32, (len(rows) + 1,)
+    yield "prefill.has_initial_states", np.bool_, count
+    yield "prefill.state_indices", np.int32, columns
+    if whole_rows:
+        yield "prefill.num_computed_tokens", np.int32, count
+    for name in ("conv_read_slots", "state_read_slots", "write_slots", "last_indices"):
+        yield f"prefill.{name}", np.int32, count
+    yield "prefill.cu_seqlens", np.int32, (sizes.num_chunks + 1,)
+    yield "prefill.seq_idx", np.int32, (sizes.num_chunks,)
+    yield "prefill.batch_ptr", np.int32, (sizes.num_programs,)
+    yield "prefill.token_chunk_offset", np.int32, (sizes.num_programs,)
+    for name in ("write_rows", "write_ends", "write_chunks", "state_write_slots"):
+        yield f"prefill.{name}", np.int32, (num_writes,)
+
+
+def largest_plan_bytes(
+    limits: Limits, selection: Selection, declared: list[tuple[str, Field]]
+) -> int:
+    """Bytes that hold the plan of any step within the engine's limits."""
+    cache = selection.cache
+    rows, tokens = limits.max_num_seqs, limits.max_num_batched_tokens
+    width = cache.table_width(limits.max_model_len)
+    columns = width if cache.whole_rows else 1 + limits.num_spec_tokens
+    per_row = 4 * (columns + limits.num_spec_tokens + 16) + sum(
+        np.dtype(field.dtype).itemsize * int(np.prod(field.shape, initial=1))
+        for _, field in declared
+    )
+    chunks = tokens // limits.chunk_size + 2 * rows
+    writes = tokens // (cache.block_size or tokens) + 2 * rows
+    programs = tokens // 8 + rows
+    return rows * per_row + 4 * (2 * chunks + 4 * writes + 2 * programs) + 4096
