@@ -6,7 +6,7 @@ is the one at its end. Decode and prefill see only the columns of the running bl
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -79,6 +79,28 @@ class AlignCache:
         """Columns `b..b + S` of the running block `b`, before the step and after it."""
         block = column_after(rows.seq_lens, self._size)
         return DraftColumns(block, block, block, block + self._num_spec_tokens)
+
+    def columns_written(self, computed: int, seq_len: int) -> range:
+        """The running block; blocks that the step passes over need no slot."""
+        block = max(0, (seq_len - 1) // self._size)
+        return range(block, block + 1)
+
+    def boundaries(self, max_tokens: int) -> Sequence[int]:
+        """Every block end."""
+        return range(self._size, max_tokens + 1, self._size)
+
+    def published(self, computed: int, seq_len: int) -> Sequence[int]:
+        """The end of the step, if it is a block's."""
+        return () if seq_len % self._size else (seq_len,)
+
+    def prefill_end(self, computed: int, limit: int, target: int) -> int:
+        """The last block end within the budget, so that its state can be published.
+
+        From the last block end before `target` on, and within a block that the budget cannot fill, as
+        far as the budget goes.
+        """
+        boundary = limit // self._size * self._size
+        return boundary if boundary > computed else limit
 
     def plan_fields(self, rows: Rows, out: Mapping[str, npt.NDArray[Any]]) -> None:
         """Declares no fields."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -90,6 +90,22 @@ class AllCache:
         computed = np.maximum((rows.computed - 1) // self._size, 0)
         previous = rows.prev_last_scheduled_block
         return computed if previous is None else np.where(previous >= 0, previous, computed)
+
+    def columns_written(self, computed: int, seq_len: int) -> range:
+        """Every block that the step touches."""
+        return range(computed // self._size, max(0, (seq_len - 1) // self._size) + 1)
+
+    def boundaries(self, max_tokens: int) -> Sequence[int]:
+        """Every block end."""
+        return range(self._size, max_tokens + 1, self._size)
+
+    def published(self, computed: int, seq_len: int) -> Sequence[int]:
+        """Every block end that the step reaches."""
+        return range((computed // self._size + 1) * self._size, seq_len + 1, self._size)
+
+    def prefill_end(self, computed: int, limit: int, target: int) -> int:
+        """As far as the budget goes; block ends on the way are written too."""
+        return limit
 
     def plan_fields(self, rows: Rows, out: Mapping[str, npt.NDArray[Any]]) -> None:
         """Block of the last scheduled, last computed and first scheduled token of every row."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -57,6 +57,22 @@ class NoCache:
         """Columns `0..S`, before the step and after it."""
         zeros = np.zeros_like(rows.seq_lens)
         return DraftColumns(zeros, zeros, zeros, zeros + self._num_spec_tokens)
+
+    def columns_written(self, computed: int, seq_len: int) -> range:
+        """Column 0."""
+        return range(1)
+
+    def boundaries(self, max_tokens: int) -> Sequence[int]:
+        """No state is reusable."""
+        return ()
+
+    def published(self, computed: int, seq_len: int) -> Sequence[int]:
+        """No state is reusable."""
+        return ()
+
+    def prefill_end(self, computed: int, limit: int, target: int) -> int:
+        """As far as the budget goes."""
+        return limit
 
     def plan_fields(self, rows: Rows, out: Mapping[str, npt.NDArray[Any]]) -> None:
         """Declares no fields."""

@@ -8,7 +8,7 @@ declared. They are asked whether they can live with the others; they never guess
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, NamedTuple, Protocol, TypeVar
 
@@ -203,6 +203,31 @@ class CacheMode(Strategy, Protocol):
 
     def draft_columns(self, rows: Rows) -> DraftColumns:
         """Columns of decode rows that verify drafts; asked only with speculative tokens."""
+        ...
+
+    def columns_written(self, computed: int, seq_len: int) -> range:
+        """Columns that must hold slots of the row's own for a step from `computed` to `seq_len`.
+
+        `S` further ones for drafts are not counted.
+        """
+        ...
+
+    def boundaries(self, max_tokens: int) -> Sequence[int]:
+        """Token counts up to `max_tokens` at which a whole state may be reused, ascending."""
+        ...
+
+    def published(self, computed: int, seq_len: int) -> Sequence[int]:
+        """Boundaries at which a step from `computed` to `seq_len` leaves a whole state, ascending.
+
+        The state after `p` tokens stands in column `column(p)`.
+        """
+        ...
+
+    def prefill_end(self, computed: int, limit: int, target: int) -> int:
+        """Where a prefill step should end: the sequence length after it, `computed < end <= limit`.
+
+        `limit` is what the token budget allows, `target` where the row's prefill is complete.
+        """
         ...
 
     def plan_fields(self, rows: Rows, out: Mapping[str, npt.NDArray[Any]]) -> None:
