@@ -7,12 +7,28 @@ is read back from a device.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
+from pydantic import Field as Option
 
-from ssmcore.strategies import BoolArray, CacheMode, IntArray
 from ssmcore.step import Rows
+from ssmcore.strategies import (
+    BoolArray,
+    CacheMode,
+    Conflict,
+    CreateContext,
+    Field,
+    IntArray,
+    MixerShape,
+    Selection,
+    SlotTensor,
+    StrategyOptions,
+)
+
+MAX_BUFFER_LEN = 64
 
 
 class Cursors(NamedTuple):
@@ -54,3 +70,63 @@ def ring_cursors(rows: Rows, cache: CacheMode, buffer_len: int) -> Cursors:
         write_pos[rows.num_real :] = 0
         is_flush[rows.num_real :] = False
     return Cursors(write_pos, is_flush)
+
+
+class ReplayOptions(StrategyOptions):
+    """Options of the algorithms that keep a ring of inputs."""
+
+    buffer_len: int = Option(default=16, ge=1, le=MAX_BUFFER_LEN, strict=True)
+    """Steps between two writes of the whole state: entries of the ring, the current token included."""
+
+
+class RingReplay:
+    """Everything of a ring-keeping algorithm but its kernel; subclasses add `update`.
+
+    Per slot and layer it keeps `ring_x`: (L, heads, headdim), activation dtype; `ring_dt`: (L, heads),
+    float32, after bias, softplus and limit; `ring_B`: (L, groups, dstate), activation dtype.
+    """
+
+    fields: tuple[Field, ...] = (Field("write_pos"), Field("is_flush", "bool", pad=False))
+    needs_decode_base = True
+    keeps_pending_inputs = True
+    max_draft_tokens: int | None = 0
+    exact = True
+    error_bound: float | None = None
+
+    def __init__(self, options: ReplayOptions, context: CreateContext) -> None:
+        self.buffer_len = options.buffer_len
+
+    def check(self, selection: Selection) -> Conflict | None:
+        """Refuses speculative tokens: a ring entry cannot be rolled back yet."""
+        return refuse_drafts(selection)
+
+    def plan_fields(
+        self, rows: Rows, cache: CacheMode, out: Mapping[str, npt.NDArray[Any]]
+    ) -> IntArray | None:
+        """Fill `write_pos` and `is_flush`; the state lags by the ring's pending entries."""
+        cursors = ring_cursors(rows, cache, self.buffer_len)
+        out["write_pos"][:] = cursors.write_pos
+        out["is_flush"][:] = cursors.is_flush
+        return cursors.write_pos
+
+    def slot_tensors(self, mixer: MixerShape) -> tuple[SlotTensor, ...]:
+        """The ring."""
+        length = self.buffer_len
+        return (
+            SlotTensor("ring_x", (length, mixer.heads, mixer.headdim), mixer.activation_dtype),
+            SlotTensor("ring_dt", (length, mixer.heads), "float32"),
+            SlotTensor("ring_B", (length, mixer.groups, mixer.dstate), mixer.activation_dtype),
+        )
+
+
+def refuse_drafts(selection: Selection) -> Conflict | None:
+    """The conflict of an algorithm that keeps pending inputs with speculative tokens."""
+    drafts = selection.limits.num_spec_tokens
+    if not drafts:
+        return None
+    return Conflict(
+        setting=f"decode.name = {selection.names['decode']!r}",
+        other=f"engine.num_spec_tokens = {drafts}",
+        reason="a rejected draft cannot be taken back out of the ring",
+        instead="decode.name = 'baseline', or engine.num_spec_tokens = 0",
+    )
