@@ -1,0 +1,1 @@
+"""Kernels: functions over tensors that know nothing of engines."""

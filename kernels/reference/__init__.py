@@ -1,0 +1,1 @@
+"""Reference kernels in torch, exact in float64."""

@@ -1,0 +1,1 @@
+"""Strategies bundled with ssmcore, one module each; none imports another."""

@@ -1,0 +1,1 @@
+"""Mamba-2 language models: configuration, weights, tokenizers, forward pass."""
