@@ -73,7 +73,7 @@ class AlignCache:
 
     def state_writes(self, rows: Rows) -> tuple[IntArray, IntArray]:
         """Each row's last state."""
-        return np.arange(len(rows)), rows.seq_lens
+        return np.arange(rows.num_rows), rows.seq_lens
 
     def draft_columns(self, rows: Rows) -> DraftColumns:
         """Columns `b..b + S` of the running block `b`, before the step and after it."""

@@ -119,7 +119,7 @@ class AllCache:
     ) -> dict[str, Any] | None:
         """Blocks of every row; the previous step's only where it was given."""
         previous = self._num_spec_tokens and rows.prev_last_scheduled_block is not None
-        prefills = num_decodes < len(rows)
+        prefills = num_decodes < rows.num_rows
         return {
             "last_scheduled_block": fields["last_scheduled_block"].tolist(),
             "last_computed_block": fields["last_computed_block"].tolist(),

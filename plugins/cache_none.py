@@ -51,7 +51,7 @@ class NoCache:
 
     def state_writes(self, rows: Rows) -> tuple[IntArray, IntArray]:
         """Each row's last state."""
-        return np.arange(len(rows)), rows.seq_lens
+        return np.arange(rows.num_rows), rows.seq_lens
 
     def draft_columns(self, rows: Rows) -> DraftColumns:
         """Columns `0..S`, before the step and after it."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
+
 from ssmcore.hookspecs import hookimpl
 from ssmcore.step import Rows
 from ssmcore.strategies import (
@@ -37,8 +39,8 @@ class DecodeFirst:
         """Length of the leading run of decode-like rows."""
         most = 1 if rows.num_accepted_tokens is None else 1 + self._num_spec_tokens
         lens = rows.query_lens
-        if not rows.is_prefilling.any() and lens.max() <= most:
-            return len(rows)
+        if np.maximum.reduce(lens) <= most and not np.logical_or.reduce(rows.is_prefilling):
+            return rows.num_rows
         promoted = lens == 1
         if rows.num_draft_tokens is not None:
             drafts = rows.num_draft_tokens
@@ -46,7 +48,7 @@ class DecodeFirst:
         promoted &= rows.computed > 0
         prefill_like = (lens > most) | (rows.is_prefilling & ~promoted)
         prefill_like &= lens > 0
-        return int(prefill_like.argmax()) if prefill_like.any() else len(rows)
+        return int(prefill_like.argmax()) if prefill_like.any() else rows.num_rows
 
 
 @hookimpl

@@ -39,7 +39,9 @@ class Layout:
 
     __slots__ = ("entries", "nbytes")
 
-    def __init__(self, fields: Iterable[tuple[str, npt.DTypeLike, tuple[int, ...]]], start: int = 0):
+    def __init__(
+        self, fields: Iterable[tuple[str, npt.DTypeLike, tuple[int, ...]]], start: int = 0
+    ):
         self.entries: dict[str, Entry] = {}
         offset = start
         for name, kind, shape in fields:

@@ -46,7 +46,7 @@ def fill_chunks(rows: Rows, sizes: PrefillSizes, out: Mapping[str, npt.NDArray[A
     end; so all are full but each row's first and last.
     """
     size = sizes.chunk_size
-    index = np.arange(len(rows), dtype=np.int32)
+    index = np.arange(rows.num_rows, dtype=np.int32)
     last = np.cumsum(sizes.chunks) - 1
     first = last - sizes.chunks + 1
 

@@ -71,6 +71,7 @@ class Pipeline:
             largest_plan_bytes(self.limits, selection, self._declared), _MAX_PLAN_BYTES
         )
         self._arenas: list[Arena] = []
+        self._large: dict[int, Arena] = {}
         self._kept: dict[tuple[int, ...], Views] = {}
         self._conflicts = validation.SlotConflicts()
         self._groups = 0
@@ -112,7 +113,7 @@ class Pipeline:
                 f"decode.name = {self.selection.names['decode']!r} needs decode_base for every row",
             )
         num_decodes = self.selection.classifier.num_decodes(rows)
-        if num_decodes < len(rows):
+        if num_decodes < rows.num_rows:
             self._check_prefills(rows, num_decodes)
         self._groups = 0
         plan = self._plan(rows, num_decodes)
@@ -146,7 +147,9 @@ class Pipeline:
         rows.num_accepted_tokens = np.full(num_rows, 1 + drafts) if drafts else None
         rows.num_draft_tokens = None
         rows.prev_last_scheduled_block = zeros if drafts else None
+        rows.num_rows = num_rows
         rows.num_real = 0
+        rows.all_have_prior = False
         self._groups = 0
         return self._plan(rows, num_rows, padding_accepted=1 + drafts)
 
@@ -162,14 +165,14 @@ class Pipeline:
         cache = selection.cache
         drafts = self.limits.num_spec_tokens
         decodes = rows.part(0, num_decodes) if num_decodes else None
-        prefills = rows.part(num_decodes, len(rows)) if num_decodes < len(rows) else None
+        prefills = rows.part(num_decodes, rows.num_rows) if num_decodes < rows.num_rows else None
 
         prefill_slots = sizes = None
         fields = row_fields(rows, num_decodes, selection, self._declared)
         key: tuple[int, ...] = ()
         if prefills is None:
             accepted = rows.num_accepted_tokens is not None
-            key = (len(rows), rows.block_table.shape[1], int(accepted))
+            key = (rows.num_rows, rows.block_table.shape[1], int(accepted))
         else:
             self._check_plan_size(rows, prefills)
             prefill_slots = PrefillSlots(prefills, cache, drafts)
@@ -202,18 +205,18 @@ class Pipeline:
             prefill_part = PrefillPlan(
                 views,
                 out,
-                num_rows=len(prefills),
+                num_rows=prefills.num_rows,
                 num_tokens=num_tokens - num_decode_tokens,
                 max_query_len=int(prefills.query_lens.max()),
-                num_state_writes=len(prefill_slots.write_rows) - len(prefills),
+                num_state_writes=len(prefill_slots.write_rows) - prefills.num_rows,
             )
         self._fill_declared(rows, host)
         views.arena.upload(views.layout.nbytes)
         return StepPlan(
-            num_reqs=len(rows),
+            num_reqs=rows.num_rows,
             num_decodes=num_decodes,
             num_decode_tokens=num_decode_tokens,
-            num_prefills=len(rows) - num_decodes,
+            num_prefills=rows.num_rows - num_decodes,
             num_prefill_tokens=num_tokens - num_decode_tokens,
             decode=decode_part,
             prefill=prefill_part,
@@ -248,7 +251,7 @@ class Pipeline:
         if plan.decode is not None:
             decode_slots = DecodeSlots(rows.part(0, num_decodes), cache, 0, plan.lag)
         if plan.prefill is not None:
-            prefill_slots = PrefillSlots(rows.part(num_decodes, len(rows)), cache, 0)
+            prefill_slots = PrefillSlots(rows.part(num_decodes, rows.num_rows), cache, 0)
         check_slots(decode_slots, prefill_slots, num_decodes, self._conflicts)
 
         self._groups += 1
@@ -283,13 +286,20 @@ class Pipeline:
         if views is None:
             layout = Layout(fields)
             if layout.nbytes > self._capacity:
-                return Views(Arena(layout.nbytes, self.device), layout)
+                return Views(self._outsized(group, layout.nbytes), layout)
             while len(self._arenas) <= group:
                 self._arenas.append(Arena(self._capacity, self.device))
             views = Views(self._arenas[group], layout)
             if key and len(self._kept) < _MAX_LAYOUTS:
                 self._kept[key] = views
         return views
+
+    def _outsized(self, group: int, nbytes: int) -> Arena:
+        """The arena of steps beyond the engine's limits; kept, since such steps come in rows."""
+        arena = self._large.get(group)
+        if arena is None or arena.nbytes < nbytes:
+            arena = self._large[group] = Arena(nbytes, self.device)
+        return arena
 
     def _check_plan_size(self, rows: Rows, prefills: Rows) -> None:
         """Refuse a step whose metadata alone would not fit in memory."""
@@ -302,9 +312,7 @@ class Pipeline:
                 " schedule fewer tokens",
             )
 
-    def _fill_declared(
-        self, rows: Rows, host: dict[str, dict[str, npt.NDArray[Any]]]
-    ) -> None:
+    def _fill_declared(self, rows: Rows, host: dict[str, dict[str, npt.NDArray[Any]]]) -> None:
         """Fill the fields of the cache mode (and of any other strategy), then pad all declared ones."""
         selection = self.selection
         if host["cache"]:
@@ -312,7 +320,7 @@ class Pipeline:
         for part in ("classifier", "graph"):
             if host[part]:
                 getattr(selection, part).plan_fields(rows, host[part])
-        if rows.num_real < len(rows):
+        if rows.num_real < rows.num_rows:
             for part, field in self._declared:
                 if field.name in host[part]:
                     host[part][field.name][rows.num_real :] = field.pad
@@ -346,4 +354,3 @@ def _fill_prefill(
 def _chain(first: LayoutFields, second: LayoutFields) -> LayoutFields:
     yield from first
     yield from second
-

@@ -62,9 +62,7 @@ class Part:
 
     __slots__ = ("_name", "_views", "host")
 
-    def __init__(
-        self, name: str, views: Views, host: Mapping[str, npt.NDArray[Any]]
-    ) -> None:
+    def __init__(self, name: str, views: Views, host: Mapping[str, npt.NDArray[Any]]) -> None:
         self._name = name
         self._views = views
         self.host = host
@@ -225,7 +223,7 @@ class PrefillPlan(Part):
         return self.tensor("state_write_slots")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class StepPlan:
     """The plan of one step; `to_dict` gives the printed form.
 

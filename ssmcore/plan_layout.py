@@ -43,7 +43,7 @@ def row_fields(
             yield "decode.query_start_loc", np.int32, (num_decodes + 1,)
             yield "decode.num_accepted_tokens", np.int32, count
     for part, field in declared:
-        extent = num_decodes if part == "decode" else len(rows)
+        extent = num_decodes if part == "decode" else rows.num_rows
         if extent:
             yield f"{part}.{field.name}", field.dtype, (extent, *field.shape)
 
@@ -53,9 +53,9 @@ def prefill_fields(
 ) -> LayoutFields:
     """The prefill part for the step's prefill rows."""
     whole_rows = selection.cache.whole_rows
-    count = (len(rows),)
-    columns = (len(rows), rows.block_table.shape[1]) if whole_rows else count
-    yield "prefill.query_start_loc", np.int32, (len(rows) + 1,)
+    count = (rows.num_rows,)
+    columns = (rows.num_rows, rows.block_table.shape[1]) if whole_rows else count
+    yield "prefill.query_start_loc", np.int32, (rows.num_rows + 1,)
     yield "prefill.has_initial_states", np.bool_, count
     yield "prefill.state_indices", np.int32, columns
     if whole_rows:

@@ -59,14 +59,14 @@ def ring_cursors(rows: Rows, cache: CacheMode, buffer_len: int) -> Cursors:
     steps = steps_since_anchor(rows, cache)
     write_pos = steps % buffer_len
     is_flush = write_pos == buffer_len - 1
-    leftover = steps < 0
-    if leftover.any():
+    if np.minimum.reduce(steps) < 0:
+        leftover = steps < 0
         write_pos[leftover] = 0
         is_flush |= leftover
     boundary = cache.last_boundary(rows.seq_lens)
     if boundary is not None:
         is_flush |= boundary == rows.seq_lens
-    if rows.num_real < len(rows):
+    if rows.num_real < rows.num_rows:
         write_pos[rows.num_real :] = 0
         is_flush[rows.num_real :] = False
     return Cursors(write_pos, is_flush)

@@ -42,10 +42,12 @@ class Rows:
         is_prefilling: (R,), bool.
         block_table: (R, W), int32 or int64 slots.
         decode_base, num_accepted_tokens, num_draft_tokens, prev_last_scheduled_block: or None.
-        num_real: rows before the padding at the end.
+        num_rows, num_real: rows in all, and those before the padding at the end.
+        all_have_prior: every real row has tokens computed before the step.
     """
 
     __slots__ = (
+        "all_have_prior",
         "block_table",
         "computed",
         "decode_base",
@@ -53,6 +55,7 @@ class Rows:
         "num_accepted_tokens",
         "num_draft_tokens",
         "num_real",
+        "num_rows",
         "prev_last_scheduled_block",
         "query_lens",
         "query_start_loc",
@@ -69,10 +72,9 @@ class Rows:
     num_accepted_tokens: IntArray | None
     num_draft_tokens: IntArray | None
     prev_last_scheduled_block: IntArray | None
+    num_rows: int
     num_real: int
-
-    def __len__(self) -> int:
-        return len(self.seq_lens)
+    all_have_prior: bool
 
     def with_table(self, block_table: npt.NDArray[Any]) -> Rows:
         """The same rows with their states in other slots."""
@@ -84,7 +86,7 @@ class Rows:
 
     def part(self, start: int, stop: int) -> Rows:
         """Rows `start` to `stop` as views; `query_start_loc` is rebased so that the first is 0."""
-        if start == 0 and stop == len(self.seq_lens):
+        if start == 0 and stop == self.num_rows:
             return self
         rows = Rows()
         loc = self.query_start_loc[start : stop + 1]
@@ -97,7 +99,9 @@ class Rows:
         for name in _NAMES[4:]:
             values = getattr(self, name)
             setattr(rows, name, None if values is None else values[start:stop])
+        rows.num_rows = stop - start
         rows.num_real = min(stop, self.num_real) - start
+        rows.all_have_prior = self.all_have_prior
         return rows
 
 
@@ -205,7 +209,9 @@ class Step:
             raise StepError("type", f"step must be an object, got {_kind(step)}")
         for key in step:
             if key not in _NAMES:
-                raise StepError("key", f"step has an unknown key {key!r}; known: {', '.join(_NAMES)}")
+                raise StepError(
+                    "key", f"step has an unknown key {key!r}; known: {', '.join(_NAMES)}"
+                )
         for key in _REQUIRED:
             if step.get(key) is None:
                 raise StepError("key", f"step lacks {key!r}")
@@ -236,7 +242,8 @@ class Step:
         rows.num_accepted_tokens = self.num_accepted_tokens
         rows.num_draft_tokens = self.num_draft_tokens
         rows.prev_last_scheduled_block = self.prev_last_scheduled_block
-        rows.num_real = len(self.seq_lens)
+        rows.num_rows = rows.num_real = len(self.seq_lens)
+        rows.all_have_prior = False
         return rows
 
 

@@ -23,20 +23,46 @@ _DENSE_SLOTS = 2**22
 
 
 def check_rows(rows: Rows, limits: Limits) -> None:
-    """Refuse a step whose counts cannot be; sets `rows.num_real`.
+    """Refuse a step whose counts cannot be; sets `rows.num_real` and `rows.all_have_prior`.
 
     Raises:
         StepError: `empty`, `query_start_loc`, `max_num_seqs`, `padding`, `seq_len`, `max_model_len`,
             `num_accepted_tokens`, `num_draft_tokens`, `decode_base` or `too_many_tokens`.
     """
-    loc, query_lens = rows.query_start_loc, rows.query_lens
-    num_rows = len(rows)
+    num_rows = rows.num_rows
     if num_rows == 0:
         raise StepError("empty", "the step has no rows")
+    margins = np.empty((4, num_rows), dtype=np.int64)
+    margins[0] = rows.query_lens
+    margins[1] = rows.computed
+    np.subtract(limits.max_model_len, rows.seq_lens, out=margins[2])
+    margins[3] = 0 if rows.decode_base is None else rows.decode_base
+    shortest, least_computed, room, base = np.minimum.reduce(margins, axis=1).tolist()
+    total = int(rows.query_start_loc[-1])
+    if (
+        rows.query_start_loc[0] != 0
+        or shortest < 0
+        or not 0 < total <= MAX_STEP_TOKENS
+        or num_rows > limits.max_num_seqs
+        or least_computed < 0
+        or room < 0
+        or base < 0
+    ):
+        _refuse_counts(rows, limits)
+    rows.all_have_prior = least_computed > 0
+    if shortest == 0:
+        rows.num_real = _num_real(rows.query_lens)
+        rows.all_have_prior = bool(rows.computed[: rows.num_real].min() > 0)
+    if rows.num_accepted_tokens is not None or rows.num_draft_tokens is not None:
+        _check_drafts(rows, limits)
+
+
+def _refuse_counts(rows: Rows, limits: Limits) -> None:
+    """Name the first broken rule of `check_rows` and its row."""
+    loc, query_lens, computed = rows.query_start_loc, rows.query_lens, rows.computed
     if loc[0] != 0:
         raise StepError("query_start_loc", f"query_start_loc must start at 0, not {loc[0]}", 0)
-    shortest = query_lens.min()
-    if shortest < 0:
+    if (query_lens < 0).any():
         row = _first(query_lens < 0)
         raise StepError(
             "query_start_loc",
@@ -47,23 +73,21 @@ def check_rows(rows: Rows, limits: Limits) -> None:
         raise StepError("empty", "the step schedules no token")
     if loc[-1] > MAX_STEP_TOKENS:
         raise StepError("too_many_tokens", f"a step of {loc[-1]} tokens is beyond 32-bit offsets")
-    if num_rows > limits.max_num_seqs:
+    if rows.num_rows > limits.max_num_seqs:
         raise StepError(
             "max_num_seqs",
-            f"the step has {num_rows} rows, engine.max_num_seqs is {limits.max_num_seqs}",
+            f"the step has {rows.num_rows} rows, engine.max_num_seqs is {limits.max_num_seqs}",
             limits.max_num_seqs,
         )
-    if shortest == 0:
-        rows.num_real = _num_real(query_lens)
-    if rows.computed.min() < 0:
-        row = _first(rows.computed < 0)
+    if (computed < 0).any():
+        row = _first(computed < 0)
         raise StepError(
             "seq_len",
             f"row {row} schedules {query_lens[row]} tokens, more than its sequence length"
             f" {rows.seq_lens[row]}",
             row,
         )
-    if rows.seq_lens.max() > limits.max_model_len:
+    if (rows.seq_lens > limits.max_model_len).any():
         row = _first(rows.seq_lens > limits.max_model_len)
         raise StepError(
             "max_model_len",
@@ -71,7 +95,11 @@ def check_rows(rows: Rows, limits: Limits) -> None:
             f" {limits.max_model_len}",
             row,
         )
-    _check_optional(rows, limits)
+    if rows.decode_base is not None and (rows.decode_base < 0).any():
+        row = _first(rows.decode_base < 0)
+        raise StepError(
+            "decode_base", f"row {row} has a negative decode_base, {rows.decode_base[row]}", row
+        )
 
 
 def _num_real(query_lens: IntArray) -> int:
@@ -86,7 +114,7 @@ def _num_real(query_lens: IntArray) -> int:
     return first
 
 
-def _check_optional(rows: Rows, limits: Limits) -> None:
+def _check_drafts(rows: Rows, limits: Limits) -> None:
     most = limits.num_spec_tokens
     accepted = rows.num_accepted_tokens
     if accepted is not None and (accepted.min() < 1 or accepted.max() > 1 + most):
@@ -106,15 +134,11 @@ def _check_optional(rows: Rows, limits: Limits) -> None:
             f" be -1 (none) to {most}",
             row,
         )
-    base = rows.decode_base
-    if base is not None and base.min() < 0:
-        row = _first(base < 0)
-        raise StepError("decode_base", f"row {row} has a negative decode_base, {base[row]}", row)
 
 
 def check_padding(rows: Rows, num_decodes: int) -> None:
     """Refuse padding rows in a step that has prefills."""
-    if num_decodes < len(rows) and rows.num_real < len(rows):
+    if num_decodes < rows.num_rows and rows.num_real < rows.num_rows:
         row = rows.num_real
         raise StepError(
             "padding",
@@ -142,7 +166,7 @@ def check_table(block_table: npt.NDArray[Any], num_slots: int) -> None:
     if block_table.size == 0:
         return
     unsigned = block_table.view(np.uint32 if block_table.dtype == np.int32 else np.uint64)
-    if int(unsigned.max()) >= num_slots:
+    if np.maximum.reduce(unsigned, axis=None) >= num_slots:
         row = _first(((block_table < 0) | (block_table >= num_slots)).any(axis=1))
         values = block_table[row]
         slot = values[_first((values < 0) | (values >= num_slots))]
@@ -152,7 +176,7 @@ def check_table(block_table: npt.NDArray[Any], num_slots: int) -> None:
 
 def check_width(columns: IntArray, extra: int, width: int) -> None:
     """Refuse a block table too narrow for the columns its rows need (`extra` more behind each)."""
-    if columns.size and int(columns.max()) + extra >= width:
+    if columns.size and np.maximum.reduce(columns, axis=None) + extra >= width:
         needed = columns.reshape(-1, columns.shape[-1]).max(axis=0) + extra
         row = _first(needed >= width)
         raise StepError(
@@ -177,6 +201,26 @@ class SlotConflicts:
     def __init__(self) -> None:
         self._owner = np.full(1024, -1, dtype=np.int64)
 
+    def _grow(self, top: int) -> None:
+        if top >= len(self._owner):
+            self._owner = np.full(max(top + 1, 2 * len(self._owner)), -1, dtype=np.int64)
+
+    def none_shared(self, slots: npt.NDArray[Any], index: IntArray) -> bool:
+        """Whether no two rows name one slot, reading or writing; `slots` is (kinds, rows).
+
+        Three array operations: the common case of a decode step, which then needs no closer look.
+        """
+        wide = slots.astype(np.int64)  # fancy indexing converts narrower indices, slowly, each time
+        top = int(np.maximum.reduce(wide, axis=None))
+        if top >= _DENSE_SLOTS:
+            return False
+        self._grow(top)
+        owner = self._owner
+        owner[wide] = index
+        alone = bool(np.logical_and.reduce(owner.take(wide) == index, axis=None))
+        owner[wide] = -1
+        return alone
+
     def check(
         self,
         writes: npt.NDArray[Any],
@@ -195,8 +239,7 @@ class SlotConflicts:
             reads, read_rows = reads[present], read_rows[present]
             self._check(writes_at, write_rows, np.searchsorted(known, reads), read_rows, known)
             return
-        if top >= len(self._owner):
-            self._owner = np.full(max(top + 1, 2 * len(self._owner)), -1, dtype=np.int64)
+        self._grow(top)
         self._check(writes, write_rows, reads, read_rows, None)
 
     def _check(
@@ -208,8 +251,9 @@ class SlotConflicts:
         known: npt.NDArray[Any] | None,
     ) -> None:
         owner = self._owner
-        if known is not None and len(known) > len(owner):
-            owner = self._owner = np.full(len(known), -1, dtype=np.int64)
+        if known is not None:
+            self._grow(len(known) - 1)
+            owner = self._owner
         owner[writes] = write_rows
         owners = owner[writes]
         readers = owner[reads]
@@ -224,9 +268,7 @@ class SlotConflicts:
             self._raise(reads[at], read_rows[at], readers[at], "reads", known)
 
     @staticmethod
-    def _raise(
-        slot: int, row: int, other: int, verb: str, known: npt.NDArray[Any] | None
-    ) -> None:
+    def _raise(slot: int, row: int, other: int, verb: str, known: npt.NDArray[Any] | None) -> None:
         slot = int(slot if known is None else known[slot])
         raise StepError(
             "slot_conflict",
