@@ -1,4 +1,7 @@
-"""Decode algorithm `baseline`: every step reads the state and writes it (Dao and Gu, arXiv 2405.21060)."""
+"""Decode algorithm `baseline`: every step reads the state and writes it.
+
+The recurrence of Mamba-2 as published (Dao and Gu 2024, arXiv 2405.21060).
+"""
 
 from __future__ import annotations
 

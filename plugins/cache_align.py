@@ -1,7 +1,7 @@
 """Cache mode `align`: states at block ends may be reused; a request keeps its running block.
 
-Column `b` holds the state after up to `(b + 1) * block_size` tokens, so the state found in a full block
-is the one at its end. Decode and prefill see only the columns of the running block.
+Column `b` holds the state after up to `(b + 1) * block_size` tokens, so the state found in a full
+block is the one at its end. Decode and prefill see only the columns of the running block.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ class AlignCache:
     def prefill_end(self, computed: int, limit: int, target: int) -> int:
         """The last block end within the budget, so that its state can be published.
 
-        From the last block end before `target` on, and within a block that the budget cannot fill, as
-        far as the budget goes.
+        From the last block end before `target` on, and within a block that the budget cannot fill,
+        as far as the budget goes.
         """
         boundary = limit // self._size * self._size
         return boundary if boundary > computed else limit

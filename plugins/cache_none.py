@@ -1,4 +1,7 @@
-"""Cache mode `none`: one slot for a request's whole life (`1 + S` with speculative tokens), no reuse."""
+"""Cache mode `none`: one slot for a request's whole life, no reuse.
+
+With speculative tokens a request has `1 + S` slots, one for each token that may be accepted.
+"""
 
 from __future__ import annotations
 

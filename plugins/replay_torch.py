@@ -1,7 +1,7 @@
 """Decode algorithm `replay-torch`: ReplaySSM in plain torch, on any device.
 
-The output is read from an old whole state plus a ring of recent inputs; the state is written once in
-`buffer_len` steps. This is the reference that the faster kernels are held to.
+The output is read from an old whole state plus a ring of recent inputs; the state is written once
+in `buffer_len` steps. This is the reference that the faster kernels are held to.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """One block of memory for all fields of a step: pinned host halves, one device block, one upload.
 
-A `Layout` packs the fields of a step tightly, so the bytes that one asynchronous copy must move are the
-first `nbytes` of the block; its offsets depend on the step's sizes only, so at one padded row count
-every field keeps its device address and a captured graph may read it. The host side is doubled: the
-next step is planned while the last one's copy may still be in flight, and an event guards each half.
+A `Layout` packs the fields of a step tightly, so the bytes that one asynchronous copy must move are
+the first `nbytes` of the block; its offsets depend on the step's sizes only, so at one padded row
+count every field keeps its device address and a captured graph may read it. The host side is
+doubled: the next step is planned while the last one's copy may still be in flight, and an event
+guards each half.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class Arena:
             self._pinned = [
                 torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)
             ]
-            self._events = [torch.cuda.Event(), torch.cuda.Event()]
+            self._events = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
             self._host = [half.numpy() for half in self._pinned]
         else:
             self._host = [_aligned(self.nbytes), _aligned(self.nbytes)]

@@ -1,7 +1,7 @@
 """Prefill metadata: chunks of the SSD scan, programs of the convolution, and the states to write.
 
-Everything is vectorised over rows; no loop runs over rows, tokens or chunks. Sizes first, so that the
-caller can lay out memory, then the arrays into it.
+Everything is vectorised over rows; no loop runs over rows, tokens or chunks. Sizes first, so that
+the caller can lay out memory, then the arrays into it.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class PrefillSizes:
 def fill_chunks(rows: Rows, sizes: PrefillSizes, out: Mapping[str, npt.NDArray[Any]]) -> None:
     """Fill `cu_seqlens`, `seq_idx`, `last_indices`, `batch_ptr` and `token_chunk_offset`.
 
-    A chunk ends at every multiple of the chunk size of the row's absolute position, and at the row's
-    end; so all are full but each row's first and last.
+    A chunk ends at every multiple of the chunk size of the row's absolute position, and at the
+    row's end; so all are full but each row's first and last.
     """
     size = sizes.chunk_size
     index = np.arange(rows.num_rows, dtype=np.int32)

@@ -1,8 +1,8 @@
 """Every place where a plugin can extend ssmcore, on one page.
 
-A plugin is a module (or object) named by an entry point of the group `ssmcore`; it implements any of
-these hooks with `@ssmcore.hookimpl`. Each hook returns records; none is called after start-up but the
-observers, and those only when a plugin listens.
+A plugin is a module (or object) named by an entry point of the group `ssmcore`; it implements any
+of these hooks with `@ssmcore.hookimpl`. Each hook returns records; none is called after start-up
+but the observers, and those only when a plugin listens.
 """
 
 from __future__ import annotations

@@ -16,5 +16,5 @@ class Observer(Protocol):
         ...
 
     def step_run(self, plan: StepPlan, seconds: float) -> None:
-        """The step's forward pass was launched and its tokens sampled, in `seconds` of wall time."""
+        """The step ran and its tokens were sampled, in `seconds` of wall time."""
         ...

@@ -1,7 +1,8 @@
 """From a step to its plan: classify, ask the decode algorithm and the cache mode, lay out, upload.
 
-`Pipeline` holds four plain strategy objects and the arena; it knows no engine and no model. Planning is
-host work on NumPy views with one upload at its end, and reads nothing back from a device.
+`Pipeline` holds four plain strategy objects and the arena; it knows no engine and no model.
+Planning is host work on NumPy views with one upload at its end, and reads nothing back from a
+device.
 """
 
 from __future__ import annotations
@@ -313,7 +314,7 @@ class Pipeline:
             )
 
     def _fill_declared(self, rows: Rows, host: dict[str, dict[str, npt.NDArray[Any]]]) -> None:
-        """Fill the fields of the cache mode (and of any other strategy), then pad all declared ones."""
+        """Fill the cache mode's fields (and the classifier's and graph's), then pad all."""
         selection = self.selection
         if host["cache"]:
             selection.cache.plan_fields(rows, host["cache"])

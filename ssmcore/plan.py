@@ -1,7 +1,7 @@
 """A step plan: all that the kernels need for one step, as host views and device views of one arena.
 
-A plan is valid until the next step is planned: its host views until the one after. Parts hold arrays by
-name; the core's own have typed properties, a plugin's are read by the name it declared.
+A plan is valid until the next step is planned: its host views until the one after. Parts hold
+arrays by name; the core's own have typed properties, a plugin's are read by the name it declared.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which arrays a plan's memory holds, for given rows: the core's fields and those strategies declare."""
+"""Which arrays a plan's memory holds: the core's fields and those that strategies declare."""
 
 from __future__ import annotations
 

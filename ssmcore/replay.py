@@ -1,8 +1,8 @@
 """The cursor rules of the ReplaySSM family, shared by every algorithm that keeps a ring of inputs.
 
-A row's whole state stands at its anchor (or at the last block boundary after it); from there a ring of
-`L` inputs fills, and the `L`-th step flushes. Cursors are a function of token counts alone, so nothing
-is read back from a device.
+A row's whole state stands at its anchor (or at the last block boundary after it); from there a ring
+of `L` inputs fills, and the `L`-th step flushes. Cursors are a function of token counts alone, so
+nothing is read back from a device.
 """
 
 from __future__ import annotations
@@ -76,14 +76,15 @@ class ReplayOptions(StrategyOptions):
     """Options of the algorithms that keep a ring of inputs."""
 
     buffer_len: int = Option(default=16, ge=1, le=MAX_BUFFER_LEN, strict=True)
-    """Steps between two writes of the whole state: entries of the ring, the current token included."""
+    """Steps from one write of the whole state to the next; entries of the ring."""
 
 
 class RingReplay:
     """Everything of a ring-keeping algorithm but its kernel; subclasses add `update`.
 
-    Per slot and layer it keeps `ring_x`: (L, heads, headdim), activation dtype; `ring_dt`: (L, heads),
-    float32, after bias, softplus and limit; `ring_B`: (L, groups, dstate), activation dtype.
+    Per slot and layer it keeps `ring_x`: (L, heads, headdim), activation dtype; `ring_dt`: (L,
+    heads), float32, after bias, softplus and limit; `ring_B`: (L, groups, dstate), activation
+    dtype.
     """
 
     fields: tuple[Field, ...] = (Field("write_pos"), Field("is_flush", "bool", pad=False))

@@ -1,7 +1,7 @@
 """Which slots each row of a step reads and writes, looked up in its block table and checked.
 
-Read and write slots are separate, so crossing a block never copies a state: a row reads the slot where
-its last whole state stands and writes the slot of the block it is in.
+Read and write slots are separate, so crossing a block never copies a state: a row reads the slot
+where its last whole state stands and writes the slot of the block it is in.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""The state pool: what the mixer and the decode algorithm keep per slot, one tensor per layer and kind.
+"""The state pool: what mixer and decode algorithm keep per slot, a tensor per layer and kind.
 
-Slots are the first dimension; slot 0 is the null slot, never allocated, never read, never written. Which
-slot belongs to whom is the block pool's business (`ssmcore.engine.blocks`), not this module's.
+Slots are the first dimension; slot 0 is the null slot, never allocated, never read, never written.
+Which slot belongs to whom is the block pool's business (`ssmcore.engine.blocks`), not this
+module's.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A step: what the scheduler wants run, as plain host arrays, one entry a row.
 
-`Step` checks form only (types, lengths, integer ranges); the rules that need settings are checked by
-`Pipeline.plan` before anything is written. `Rows` is the view of a step that strategies see.
+`Step` checks form only (types, lengths, integer ranges); the rules that need settings are checked
+by `Pipeline.plan` before anything is written. `Rows` is the view of a step that strategies see.
 """
 
 from __future__ import annotations
@@ -139,8 +139,8 @@ class Step:
         if len(self.query_start_loc) != rows + 1:
             raise StepError(
                 "length",
-                f"query_start_loc has {len(self.query_start_loc)} entries for {rows} rows of seq_lens;"
-                f" it must have {rows + 1}",
+                f"query_start_loc has {len(self.query_start_loc)} entries for {rows} rows of"
+                f" seq_lens; it must have {rows + 1}",
             )
         for name in _NAMES[2:]:
             values = getattr(self, name)

@@ -1,9 +1,10 @@
 """The four strategies: what each may be asked, and the typed record a plugin offers it with.
 
-A plugin returns records from its hooks (`ssmcore.hookspecs`); a record names the strategy, validates
-its options and creates one plain object that implements a protocol of this page. Strategies know
-nothing of engines: they see rows of a step as host arrays and fill the host views of fields that they
-declared. They are asked whether they can live with the others; they never guess from names.
+A plugin returns records from its hooks (`ssmcore.hookspecs`); a record names the strategy,
+validates its options and creates one plain object that implements a protocol of this page.
+Strategies know nothing of engines: they see rows of a step as host arrays and fill the host views
+of fields that they declared. They are asked whether they can live with the others; they never guess
+from names.
 """
 
 from __future__ import annotations
@@ -141,8 +142,8 @@ class DraftColumns(NamedTuple):
     """Block table columns of rows that keep one state for each of `1 + S` tokens, all (rows,).
 
     The state before the step stands in column `read_first + num_accepted_tokens - 1`; the one after
-    the step's token `j` goes to `write_first + j`. Columns `needed_first` to `needed_last` must hold
-    slots.
+    the step's token `j` goes to `write_first + j`. Columns `needed_first` to `needed_last` must
+    hold slots.
     """
 
     read_first: IntArray
@@ -196,8 +197,8 @@ class CacheMode(Strategy, Protocol):
     def state_writes(self, rows: Rows) -> tuple[IntArray, IntArray]:
         """All states that prefill rows write, in row order: `(row, tokens)` of each.
 
-        `row` counts within `rows`; `tokens` is the sequence length after which the state stands. Each
-        row's last state (after `seq_lens`) is there, last of its row.
+        `row` counts within `rows`; `tokens` is the sequence length after which the state stands.
+        Each row's last state (after `seq_lens`) is there, last of its row.
         """
         ...
 
@@ -297,7 +298,7 @@ class GraphPadding(Strategy, Protocol):
     sizes: tuple[int, ...]
 
     def padded_rows(self, num_rows: int) -> int | None:
-        """Row count of the graph for a step of `num_rows` decode rows, or None to run it eagerly."""
+        """Row count of the graph for a step of `num_rows` decode rows, None to run eagerly."""
         ...
 
 
@@ -332,8 +333,8 @@ def always_available(device: str) -> str | None:
 class StrategyRecord(Generic[S_co]):
     """What a plugin offers: a name, one line of help, options, and how to create the strategy.
 
-    `unavailable(device)` says in a sentence why the strategy cannot run on `device` ("cpu" or "cuda")
-    of this machine and what to install, or None. It is asked only when something is to run.
+    `unavailable(device)` says in a sentence why the strategy cannot run on `device` ("cpu" or
+    "cuda") of this machine and what to install, or None. It is asked only when something is to run.
     `preference` orders candidates when the configuration names none: the greatest that is available
     and accepted by `check` is taken.
     """

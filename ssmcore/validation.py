@@ -26,8 +26,9 @@ def check_rows(rows: Rows, limits: Limits) -> None:
     """Refuse a step whose counts cannot be; sets `rows.num_real` and `rows.all_have_prior`.
 
     Raises:
-        StepError: `empty`, `query_start_loc`, `max_num_seqs`, `padding`, `seq_len`, `max_model_len`,
-            `num_accepted_tokens`, `num_draft_tokens`, `decode_base` or `too_many_tokens`.
+        StepError: `empty`, `query_start_loc`, `max_num_seqs`, `padding`, `seq_len`,
+            `max_model_len`, `num_accepted_tokens`, `num_draft_tokens`, `decode_base` or
+            `too_many_tokens`.
     """
     num_rows = rows.num_rows
     if num_rows == 0:
@@ -130,8 +131,8 @@ def _check_drafts(rows: Rows, limits: Limits) -> None:
         row = _first((drafts < -1) | (drafts > most))
         raise StepError(
             "num_draft_tokens",
-            f"row {row} has {drafts[row]} draft tokens; with engine.num_spec_tokens = {most} it must"
-            f" be -1 (none) to {most}",
+            f"row {row} has {drafts[row]} draft tokens; with engine.num_spec_tokens = {most} it"
+            f" must be -1 (none) to {most}",
             row,
         )
 
@@ -155,8 +156,8 @@ def check_decodable(rows: Rows, num_decodes: int, reason: str) -> None:
         row = num_decodes + _first(behind)
         raise StepError(
             "row_order",
-            f"row {row} is decoding but would run as a prefill ({reason}); schedule decodes first and"
-            f" at most one token plus the drafts for each",
+            f"row {row} is decoding but would run as a prefill ({reason}); schedule decodes first,"
+            " each with one token and its drafts",
             row,
         )
 
@@ -277,5 +278,5 @@ class SlotConflicts:
         )
 
 
-def _first(mask: npt.NDArray[Any]) -> int:
-    return int(mask.argmax())
+def _first(mask: Any) -> int:
+    return int(np.argmax(mask))
