@@ -262,7 +262,8 @@ class SlotConflicts:
         clash = owners != write_rows
         if clash.any():
             at = _first(clash)
-            self._raise(writes[at], write_rows[at], owners[at], "writes", known)
+            pair = sorted((int(write_rows[at]), int(owners[at])))
+            self._raise(writes[at], pair[1], pair[0], "writes", known)
         foreign: BoolArray = (readers != read_rows) & (readers >= 0)
         if foreign.any():
             at = _first(foreign)
