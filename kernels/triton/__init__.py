@@ -1,0 +1,1 @@
+"""Kernels in Triton; importing them needs `triton`, running them a GPU or the interpreter."""
