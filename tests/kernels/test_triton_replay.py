@@ -1,4 +1,4 @@
-"""The Triton replay kernel against the plain recurrence in float64, under the interpreter or a GPU."""
+"""The Triton replay kernel against the recurrence in float64, interpreted or on a GPU."""
 
 from __future__ import annotations
 
