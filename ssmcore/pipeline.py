@@ -48,6 +48,7 @@ class Pipeline:
         device: where plans are uploaded to; None plans on the host alone.
         num_slots: slots of the attached state pool, null slot included; None where there is none.
         observers: told of every planned step.
+        max_plan_bytes: a step whose plan takes more is refused.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Pipeline:
         device: torch.device | str | None = None,
         num_slots: int | None = None,
         observers: Sequence[Observer] = (),
+        max_plan_bytes: int = _MAX_PLAN_BYTES,
     ) -> None:
         self.selection = selection
         self.limits = selection.limits
@@ -69,8 +71,9 @@ class Pipeline:
         self.device = device
         self._declared = declared_fields(selection)
         self._capacity = min(
-            largest_plan_bytes(self.limits, selection, self._declared), _MAX_PLAN_BYTES
+            largest_plan_bytes(self.limits, selection, self._declared), max_plan_bytes
         )
+        self._max_plan_bytes = max_plan_bytes
         self._arenas: list[Arena] = []
         self._large: dict[int, Arena] = {}
         self._kept: dict[tuple[int, ...], Views] = {}
@@ -306,7 +309,7 @@ class Pipeline:
         """Refuse a step whose metadata alone would not fit in memory."""
         tokens = int(prefills.query_start_loc[-1])
         finest = min(self.limits.chunk_size, self.selection.cache.block_size or 8, 8)
-        if tokens // finest * 24 > _MAX_PLAN_BYTES:
+        if tokens // finest * 24 > self._max_plan_bytes:
             raise StepError(
                 "too_many_tokens",
                 f"a step of {tokens} prefill tokens in pieces of {finest} is too large to plan;"
