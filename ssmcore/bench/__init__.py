@@ -1,0 +1,1 @@
+"""Measuring the engine under real load: replay of serving traces."""
