@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any, BinaryIO, NamedTuple
 
-MAX_LINE_BYTES = 32 * 2**20
+MAX_LINE_BYTES = 2**24
 
 
 class JsonLineError(ValueError):

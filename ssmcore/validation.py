@@ -33,12 +33,13 @@ def check_rows(rows: Rows, limits: Limits) -> None:
     num_rows = rows.num_rows
     if num_rows == 0:
         raise StepError("empty", "the step has no rows")
-    margins = np.empty((4, num_rows), dtype=np.int64)
+    margins = np.empty((5, num_rows), dtype=np.int64)
     margins[0] = rows.query_lens
     margins[1] = rows.computed
     np.subtract(limits.max_model_len, rows.seq_lens, out=margins[2])
     margins[3] = 0 if rows.decode_base is None else rows.decode_base
-    shortest, least_computed, room, base = np.minimum.reduce(margins, axis=1).tolist()
+    margins[4] = rows.seq_lens  # differences with far negative lengths would wrap around
+    shortest, least_computed, room, base, least_length = np.minimum.reduce(margins, axis=1).tolist()
     total = int(rows.query_start_loc[-1])
     if (
         rows.query_start_loc[0] != 0
@@ -46,6 +47,7 @@ def check_rows(rows: Rows, limits: Limits) -> None:
         or not 0 < total <= MAX_STEP_TOKENS
         or num_rows > limits.max_num_seqs
         or least_computed < 0
+        or least_length < 0
         or room < 0
         or base < 0
     ):
@@ -60,7 +62,7 @@ def check_rows(rows: Rows, limits: Limits) -> None:
 
 def _refuse_counts(rows: Rows, limits: Limits) -> None:
     """Name the first broken rule of `check_rows` and its row."""
-    loc, query_lens, computed = rows.query_start_loc, rows.query_lens, rows.computed
+    loc, query_lens = rows.query_start_loc, rows.query_lens
     if loc[0] != 0:
         raise StepError("query_start_loc", f"query_start_loc must start at 0, not {loc[0]}", 0)
     if (query_lens < 0).any():
@@ -80,8 +82,9 @@ def _refuse_counts(rows: Rows, limits: Limits) -> None:
             f"the step has {rows.num_rows} rows, engine.max_num_seqs is {limits.max_num_seqs}",
             limits.max_num_seqs,
         )
-    if (computed < 0).any():
-        row = _first(computed < 0)
+    too_short = (rows.seq_lens < query_lens) | (rows.seq_lens < 0)
+    if too_short.any():
+        row = _first(too_short)
         raise StepError(
             "seq_len",
             f"row {row} schedules {query_lens[row]} tokens, more than its sequence length"
