@@ -1,18 +1,38 @@
-"""The Triton replay kernel against the recurrence in float64, interpreted or on a GPU."""
+"""Replay steps against the recurrence in float64: the torch reference, and the Triton kernel under
+the interpreter or on a GPU.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 
 import pytest
 import torch
+from ssmcore_kernels.reference import replay as reference
 
-pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("needs a GPU or TRITON_INTERPRET=1", allow_module_level=True)
+RUNS_TRITON = importlib.util.find_spec("triton") is not None and (
+    DEVICE == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+)
 
-from ssmcore_kernels.triton.replay import replay_state_update  # noqa: E402
+
+@pytest.fixture(
+    params=[
+        "torch",
+        pytest.param(
+            "triton",
+            marks=pytest.mark.skipif(not RUNS_TRITON, reason="needs a GPU or TRITON_INTERPRET=1"),
+        ),
+    ]
+)
+def replay_state_update(request):
+    if request.param == "torch":
+        return reference.replay_state_update
+    from ssmcore_kernels.triton.replay import replay_state_update
+
+    return replay_state_update
+
 
 NAN = float("nan")
 
@@ -28,7 +48,19 @@ def recurrence_step(state, x, dt, A, B, C, D, dt_bias, limit):
     return y, state
 
 
-def run(steps, L, *, heads, headdim, dstate, groups, dtype, state_dtype, limit=(0.0, float("inf"))):
+def run(
+    replay_state_update,
+    steps,
+    L,
+    *,
+    heads,
+    headdim,
+    dstate,
+    groups,
+    dtype,
+    state_dtype,
+    limit=(0.0, float("inf")),
+):
     """A row that decodes `steps` tokens in slot 2, with a padding row beside it."""
     gen = torch.Generator().manual_seed(0)
 
@@ -75,14 +107,26 @@ def run(steps, L, *, heads, headdim, dstate, groups, dtype, state_dtype, limit=(
         errors.append((out[0].double() - y).norm() / y.norm())
         if step % L == L - 1:
             errors.append((state[2].double() - want_state).norm() / want_state.norm())
+        whole = reference.materialize_state(
+            A,
+            state=state,
+            ring_x=ring_x,
+            ring_dt=ring_dt,
+            ring_B=ring_b,
+            state_read_slots=slots[:1],
+            ring_slots=slots[:1],
+            pending=torch.tensor([(step + 1) % L], **ints),
+        )
+        errors.append((whole[0].double() - want_state).norm() / want_state.norm())
         for tensor in (state, ring_x, ring_dt, ring_b):
             assert tensor[[0, 1, 3]].isnan().all(), "no other slot is touched"
     return float(torch.stack(errors).max())  # NaN travels through max
 
 
 @pytest.mark.parametrize("L", [1, 2, 3, 16])
-def test_outputs_and_states_equal_the_recurrence_in_float32(L):
+def test_outputs_and_states_equal_the_recurrence_in_float32(replay_state_update, L):
     worst = run(
+        replay_state_update,
         2 * L + 1,
         L,
         heads=2,
@@ -98,8 +142,9 @@ def test_outputs_and_states_equal_the_recurrence_in_float32(L):
 @pytest.mark.parametrize(
     ("heads", "headdim", "dstate", "groups"), [(6, 8, 16, 3), (3, 5, 24, 1), (4, 80, 16, 4)]
 )
-def test_odd_shapes(heads, headdim, dstate, groups):
+def test_odd_shapes(replay_state_update, heads, headdim, dstate, groups):
     worst = run(
+        replay_state_update,
         5,
         4,
         heads=heads,
@@ -114,8 +159,9 @@ def test_odd_shapes(heads, headdim, dstate, groups):
 
 
 @pytest.mark.parametrize("state_dtype", [torch.float16, torch.bfloat16])
-def test_a_16_bit_state_is_rounded_at_flushes_only(state_dtype):
+def test_a_16_bit_state_is_rounded_at_flushes_only(replay_state_update, state_dtype):
     worst = run(
+        replay_state_update,
         9,
         4,
         heads=2,
@@ -128,7 +174,7 @@ def test_a_16_bit_state_is_rounded_at_flushes_only(state_dtype):
     assert worst < (2e-3 if state_dtype == torch.float16 else 1.5e-2)
 
 
-def test_a_block_border_reads_one_slot_and_writes_another():
+def test_a_block_border_reads_one_slot_and_writes_another(replay_state_update):
     heads, headdim, dstate = 2, 8, 16
     gen = torch.Generator().manual_seed(1)
     state = torch.full((4, heads, headdim, dstate), NAN, device=DEVICE)
