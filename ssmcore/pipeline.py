@@ -109,7 +109,7 @@ class Pipeline:
         """
         rows = step.rows()
         validation.check_rows(rows, self.limits)
-        validation.check_table(rows.block_table, self.num_slots)
+        top = validation.check_table(rows.block_table, self.num_slots)
         decode = self.selection.decode
         if decode.needs_decode_base and rows.decode_base is None:
             raise StepError(
@@ -120,7 +120,7 @@ class Pipeline:
         if num_decodes < rows.num_rows:
             self._check_prefills(rows, num_decodes)
         self._groups = 0
-        plan = self._plan(rows, num_decodes)
+        plan = self._plan(rows, num_decodes, top)
         for observer in self.observers:
             observer.step_planned(plan)
         return plan
@@ -145,7 +145,9 @@ class Pipeline:
         rows = Rows()
         rows.query_start_loc = np.arange(num_rows + 1) * (1 + drafts)
         rows.query_lens = np.full(num_rows, 1 + drafts)
-        rows.seq_lens = rows.computed = rows.decode_base = zeros
+        rows.tokens = np.zeros((2, num_rows), dtype=np.int64)
+        rows.computed, rows.seq_lens = rows.tokens
+        rows.decode_base = zeros
         rows.is_prefilling = np.zeros(num_rows, dtype=np.bool_)
         rows.block_table = np.zeros((num_rows, width), dtype=np.int32)
         rows.num_accepted_tokens = np.full(num_rows, 1 + drafts) if drafts else None
@@ -155,7 +157,7 @@ class Pipeline:
         rows.num_real = 0
         rows.all_have_prior = False
         self._groups = 0
-        return self._plan(rows, num_rows, padding_accepted=1 + drafts)
+        return self._plan(rows, num_rows, 0, padding_accepted=1 + drafts)
 
     def _check_prefills(self, rows: Rows, num_decodes: int) -> None:
         validation.check_padding(rows, num_decodes)
@@ -164,7 +166,9 @@ class Pipeline:
         elif self.limits.num_spec_tokens:
             validation.check_decodable(rows, num_decodes, "a prefill cannot be rolled back")
 
-    def _plan(self, rows: Rows, num_decodes: int, padding_accepted: int = 1) -> StepPlan:
+    def _plan(
+        self, rows: Rows, num_decodes: int, top: int, padding_accepted: int = 1
+    ) -> StepPlan:
         selection = self.selection
         cache = selection.cache
         drafts = self.limits.num_spec_tokens
@@ -194,7 +198,7 @@ class Pipeline:
         if decodes is not None:
             lag = selection.decode.plan_fields(decodes, cache, host["decode"])
             decode_slots = DecodeSlots(decodes, cache, drafts, lag)
-        check_slots(decode_slots, prefill_slots, num_decodes, self._conflicts)
+        check_slots(decode_slots, prefill_slots, num_decodes, self._conflicts, top)
 
         decode_part = prefill_part = None
         num_tokens = int(rows.query_start_loc[-1])
@@ -247,7 +251,7 @@ class Pipeline:
                 "length",
                 f"the other block table has {len(block_table)} rows, the step has {plan.num_reqs}",
             )
-        validation.check_table(block_table, self.num_slots)
+        top = validation.check_table(block_table, self.num_slots)
         cache = self.selection.cache
         rows = plan.rows.with_table(block_table)
         num_decodes = plan.num_decodes
@@ -256,7 +260,7 @@ class Pipeline:
             decode_slots = DecodeSlots(rows.part(0, num_decodes), cache, 0, plan.lag)
         if plan.prefill is not None:
             prefill_slots = PrefillSlots(rows.part(num_decodes, rows.num_rows), cache, 0)
-        check_slots(decode_slots, prefill_slots, num_decodes, self._conflicts)
+        check_slots(decode_slots, prefill_slots, num_decodes, self._conflicts, top)
 
         self._groups += 1
         width = block_table.shape[1]

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field as Option
 
+from ssmcore.blocks import remainder
 from ssmcore.step import Rows
 from ssmcore.strategies import (
     BoolArray,
@@ -27,6 +28,7 @@ from ssmcore.strategies import (
     SlotTensor,
     StrategyOptions,
 )
+from ssmcore.validation import least
 
 MAX_BUFFER_LEN = 64
 
@@ -43,10 +45,14 @@ def steps_since_anchor(rows: Rows, cache: CacheMode) -> IntArray:
 
     A leftover is a one-token prompt tail that runs as a decode, before the anchor is reached.
     """
+    boundary = cache.last_boundary(rows.computed)
+    return _steps_since(rows, boundary)
+
+
+def _steps_since(rows: Rows, boundary: IntArray | None) -> IntArray:
     base = rows.decode_base
     if base is None:  # refused when the step is validated
         raise ValueError("decode_base is needed")
-    boundary = cache.last_boundary(rows.computed)
     return rows.computed - (base if boundary is None else np.maximum(base, boundary))
 
 
@@ -56,16 +62,17 @@ def ring_cursors(rows: Rows, cache: CacheMode, buffer_len: int) -> Cursors:
     `write_pos = steps mod L`, flush when `write_pos == L - 1`, when the step completes a block, or
     when the row is a leftover (then `write_pos = 0`). Padding rows: 0, no flush.
     """
-    steps = steps_since_anchor(rows, cache)
-    write_pos = steps % buffer_len
+    boundaries = cache.last_boundary(rows.tokens)
+    before, after = (None, None) if boundaries is None else boundaries
+    steps = _steps_since(rows, before)
+    write_pos = remainder(steps, buffer_len)
     is_flush = write_pos == buffer_len - 1
-    if np.minimum.reduce(steps) < 0:
+    if least(steps) < 0:
         leftover = steps < 0
         write_pos[leftover] = 0
         is_flush |= leftover
-    boundary = cache.last_boundary(rows.seq_lens)
-    if boundary is not None:
-        is_flush |= boundary == rows.seq_lens
+    if after is not None:
+        is_flush |= after == rows.seq_lens
     if rows.num_real < rows.num_rows:
         write_pos[rows.num_real :] = 0
         is_flush[rows.num_real :] = False

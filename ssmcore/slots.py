@@ -14,9 +14,7 @@ import numpy.typing as npt
 
 from ssmcore.step import Rows
 from ssmcore.strategies import CacheMode, IntArray
-from ssmcore.validation import SlotConflicts, check_not_null, check_width
-
-Slots = npt.NDArray[Any]
+from ssmcore.validation import SlotConflicts, SlotUse, check_width
 
 
 class DecodeSlots:
@@ -25,56 +23,55 @@ class DecodeSlots:
     Attributes:
         conv_read, state_read: (rows,), slots of the conv state and of the last whole SSM state.
         write: (rows,), or (rows, 1 + S) with speculative tokens.
-        together: (3, rows) of all three where each is one slot a row, else None.
-        index: (rows,), 0, 1, 2...
+        written: slots that real rows need for writing.
     """
 
-    __slots__ = (
-        "_needed",
-        "_needed_rows",
-        "conv_read",
-        "index",
-        "rows",
-        "state_read",
-        "together",
-        "write",
-    )
+    __slots__ = ("conv_read", "rows", "state_read", "write", "written")
 
     def __init__(
         self, rows: Rows, cache: CacheMode, num_spec_tokens: int, lag: IntArray | None
     ) -> None:
+        self.rows = rows
+        if num_spec_tokens:
+            self._look_up_drafts(cache, num_spec_tokens)
+            return
+        if lag is None:
+            tokens = rows.tokens
+        else:
+            tokens = np.empty((3, rows.num_rows), dtype=np.int64)
+            tokens[:2] = rows.tokens
+            np.subtract(rows.computed, lag, out=tokens[2])
+        columns = cache.column(tokens)
+        check_width(columns, 0, rows.block_table.shape[1])
+        index = np.arange(rows.num_rows)
+        self.conv_read, self.write, *lagging = look_up(rows.block_table, index, columns)
+        self.state_read = lagging[0] if lagging else self.conv_read
+        real = rows.num_real
+        self.written = SlotUse(self.write[:real], index[:real])
+
+    def _look_up_drafts(self, cache: CacheMode, num_spec_tokens: int) -> None:
+        rows = self.rows
         table = rows.block_table
         index = np.arange(rows.num_rows)
-        real = rows.num_real
-        self.rows = rows
-        self.index = index
-        self.together: Slots | None = None
-        if num_spec_tokens == 0:
-            tokens = np.empty((3, rows.num_rows), dtype=np.int64)
-            tokens[0] = rows.computed
-            np.subtract(rows.computed, 0 if lag is None else lag, out=tokens[1])
-            tokens[2] = rows.seq_lens
-            columns = cache.column(tokens)
-            check_width(columns, 0, table.shape[1])
-            self.together = table[index, columns]
-            self.conv_read, self.state_read, self.write = self.together
-            self._needed, self._needed_rows = self.write[:real], index[:real]
-            return
         draft = cache.draft_columns(rows)
         accepted = rows.num_accepted_tokens
         read = draft.read_first if accepted is None else draft.read_first + accepted - 1
         check_width(np.stack([read, draft.write_first + num_spec_tokens]), 0, table.shape[1])
-        self.conv_read = self.state_read = table[index, read]
+        self.conv_read = self.state_read = look_up(table, index, read)
         writes = draft.write_first[:, None] + np.arange(1 + num_spec_tokens)
-        self.write = table[index[:, None], writes]
+        self.write = look_up(table, index[:, None], writes)
+        real = rows.num_real
         counts = (draft.needed_last - draft.needed_first + 1)[:real]
-        row = np.repeat(index[:real], counts)
-        nth = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
-        self._needed, self._needed_rows = table[row, draft.needed_first[row] + nth], row
+        row = index[:real].repeat(counts)
+        nth = np.arange(len(row)) - (counts.cumsum() - counts).repeat(counts)
+        self.written = SlotUse(look_up(table, row, draft.needed_first[row] + nth), row)
 
-    def written(self) -> tuple[Slots, IntArray]:
-        """Slots that real rows need for writing, and the row of each."""
-        return self._needed, self._needed_rows
+    def read(self) -> list[SlotUse]:
+        """Slots that real rows read."""
+        uses = [_read(self.rows, self.conv_read, 0)]
+        if self.state_read is not self.conv_read:
+            uses.append(_read(self.rows, self.state_read, 0))
+        return uses
 
     def fill(self, cache: CacheMode, out: Mapping[str, npt.NDArray[Any]]) -> None:
         """Fill the slot fields of the part `decode`; padding rows get the null slot."""
@@ -108,13 +105,12 @@ class PrefillSlots:
 
     def __init__(self, rows: Rows, cache: CacheMode, num_spec_tokens: int) -> None:
         table = rows.block_table
-        index = np.arange(rows.num_rows)
-        columns = cache.column(np.stack([rows.computed, rows.seq_lens]))
+        columns = cache.column(rows.tokens)
         check_width(columns, num_spec_tokens, table.shape[1])
         self.rows = rows
-        self.read, self.write = table[index, columns]
+        self.read, self.write = look_up(table, np.arange(rows.num_rows), columns)
         self.write_rows, self.write_tokens = cache.state_writes(rows)
-        self.write_slots = table[self.write_rows, cache.column(self.write_tokens)]
+        self.write_slots = look_up(table, self.write_rows, cache.column(self.write_tokens))
 
     def fill(self, cache: CacheMode, out: Mapping[str, npt.NDArray[Any]]) -> None:
         """Fill the slot fields of the part `prefill`."""
@@ -130,63 +126,36 @@ def check_slots(
     prefill: PrefillSlots | None,
     num_decodes: int,
     conflicts: SlotConflicts,
+    top: int,
 ) -> None:
-    """Refuse null slots where rows need one, and slots that rows would share.
+    """Refuse null slots where rows need one, and slots that rows would share; none is beyond `top`.
 
     Raises:
         StepError: `null_slot` or `slot_conflict`, naming the row.
     """
-    if decode is not None and prefill is None and _plainly_sound(decode, conflicts):
-        return
-    writes: list[Slots] = []
-    write_rows: list[IntArray] = []
-    reads: list[Slots] = []
-    read_rows: list[IntArray] = []
+    writes: list[SlotUse] = []
+    reads: list[SlotUse] = []
+    num_rows = num_decodes
     if decode is not None:
-        real = decode.rows.num_real
-        written, row = decode.written()
-        writes.append(written)
-        write_rows.append(row)
-        _add_reads(decode.rows, decode.conv_read[:real], 0, reads, read_rows)
-        if decode.state_read is not decode.conv_read:
-            _add_reads(decode.rows, decode.state_read[:real], 0, reads, read_rows)
+        writes.append(decode.written)
+        reads += decode.read()
     if prefill is not None:
-        writes.append(prefill.write_slots)
-        write_rows.append(prefill.write_rows + num_decodes)
-        _add_reads(prefill.rows, prefill.read, num_decodes, reads, read_rows)
-    all_writes, all_write_rows = _joined(writes), _joined(write_rows)
-    all_reads, all_read_rows = _joined(reads), _joined(read_rows)
-    check_not_null(all_writes, all_write_rows, "write its state to")
-    check_not_null(all_reads, all_read_rows, "read its state from")
-    conflicts.check(all_writes, all_write_rows, all_reads, all_read_rows)
+        num_rows += prefill.rows.num_rows
+        writes.append(SlotUse(prefill.write_slots, prefill.write_rows + num_decodes))
+        reads.append(_read(prefill.rows, prefill.read, num_decodes))
+    conflicts.check(writes, reads, num_rows, top)
 
 
-def _plainly_sound(decode: DecodeSlots, conflicts: SlotConflicts) -> bool:
-    """Whether decode rows need no closer look: no null slot, no slot named by two rows."""
-    slots = decode.together
-    if slots is None or not decode.rows.all_have_prior:
-        return False
-    real = decode.rows.num_real
-    if real < decode.rows.num_rows:
-        slots = slots[:, :real]
-    if np.minimum.reduce(slots, axis=None) == 0:
-        return False
-    return conflicts.none_shared(slots, decode.index[:real])
+def look_up(table: npt.NDArray[Any], rows: IntArray, columns: IntArray) -> IntArray:
+    """`table[rows, columns]` as int64, by flat offsets: two index arrays cost far more than one."""
+    return table.reshape(-1).take(rows * table.shape[1] + columns).astype(np.int64, copy=False)
 
 
-def _add_reads(
-    rows: Rows, slots: Slots, first_row: int, reads: list[Slots], read_rows: list[IntArray]
-) -> None:
-    """Add the slots that rows with prior tokens read, with their row numbers in the step."""
-    index = np.arange(first_row, first_row + len(slots))
-    computed = rows.computed[: len(slots)]
-    if len(slots) and computed.min() == 0:
-        with_prior = computed > 0
-        slots, index = slots[with_prior], index[with_prior]
-    reads.append(slots)
-    read_rows.append(index)
-
-
-def _joined(parts: list[Any]) -> npt.NDArray[Any]:
-    joined: npt.NDArray[Any] = parts[0] if len(parts) == 1 else np.concatenate(parts)
-    return joined
+def _read(rows: Rows, slots: IntArray, first_row: int) -> SlotUse:
+    """The slots that real rows with prior tokens read, with their row numbers in the step."""
+    real = rows.num_real
+    index = np.arange(first_row, first_row + real)
+    if rows.all_have_prior:
+        return SlotUse(slots[:real], index)
+    with_prior = rows.computed[:real] > 0
+    return SlotUse(slots[:real][with_prior], index[with_prior])

@@ -39,6 +39,7 @@ class Rows:
         query_lens: tokens scheduled in this step; 0 marks a padding row.
         seq_lens: sequence length after the step.
         computed: tokens computed before the step.
+        tokens: (2, R), `computed` and `seq_lens` together.
         is_prefilling: (R,), bool.
         block_table: (R, W), int32 or int64 slots.
         decode_base, num_accepted_tokens, num_draft_tokens, prev_last_scheduled_block: or None.
@@ -60,12 +61,14 @@ class Rows:
         "query_lens",
         "query_start_loc",
         "seq_lens",
+        "tokens",
     )
 
     query_start_loc: IntArray
     query_lens: IntArray
     seq_lens: IntArray
     computed: IntArray
+    tokens: IntArray
     is_prefilling: BoolArray
     block_table: npt.NDArray[Any]
     decode_base: IntArray | None
@@ -92,8 +95,8 @@ class Rows:
         loc = self.query_start_loc[start : stop + 1]
         rows.query_start_loc = loc - loc[0] if start else loc
         rows.query_lens = self.query_lens[start:stop]
-        rows.seq_lens = self.seq_lens[start:stop]
-        rows.computed = self.computed[start:stop]
+        rows.tokens = self.tokens[:, start:stop]
+        rows.computed, rows.seq_lens = rows.tokens
         rows.is_prefilling = self.is_prefilling[start:stop]
         rows.block_table = self.block_table[start:stop]
         for name in _NAMES[4:]:
@@ -234,8 +237,10 @@ class Step:
         loc = self.query_start_loc
         rows.query_start_loc = loc
         rows.query_lens = loc[1:] - loc[:-1]
-        rows.seq_lens = self.seq_lens
-        rows.computed = self.seq_lens - rows.query_lens
+        rows.tokens = np.empty((2, len(self.seq_lens)), dtype=np.int64)
+        rows.computed, rows.seq_lens = rows.tokens
+        rows.seq_lens[:] = self.seq_lens
+        np.subtract(self.seq_lens, rows.query_lens, out=rows.computed)
         rows.is_prefilling = self.is_prefilling
         rows.block_table = self.block_table
         rows.decode_base = self.decode_base

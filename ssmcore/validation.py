@@ -5,14 +5,15 @@ The common case passes on a few reductions; only a failing step pays for finding
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from ssmcore.errors import StepError
 from ssmcore.step import Rows
-from ssmcore.strategies import BoolArray, IntArray, Limits
+from ssmcore.strategies import IntArray, Limits
 
 MAX_SLOTS = 2**31
 """Slots are int32 on the device."""
@@ -20,6 +21,10 @@ MAX_SLOTS = 2**31
 MAX_STEP_TOKENS = 2**31 - 1
 
 _DENSE_SLOTS = 2**22
+"""Beyond it an array over all slots would cost too much memory."""
+
+_NOBODY = 2**62
+"""Owner of the null slot: whoever names it is refused."""
 
 
 def check_rows(rows: Rows, limits: Limits) -> None:
@@ -33,31 +38,30 @@ def check_rows(rows: Rows, limits: Limits) -> None:
     num_rows = rows.num_rows
     if num_rows == 0:
         raise StepError("empty", "the step has no rows")
-    margins = np.empty((5, num_rows), dtype=np.int64)
-    margins[0] = rows.query_lens
-    margins[1] = rows.computed
-    np.subtract(limits.max_model_len, rows.seq_lens, out=margins[2])
-    margins[3] = 0 if rows.decode_base is None else rows.decode_base
-    margins[4] = rows.seq_lens  # differences with far negative lengths would wrap around
-    shortest, least_computed, room, base, least_length = np.minimum.reduce(margins, axis=1).tolist()
-    total = int(rows.query_start_loc[-1])
+    query_lens, loc = rows.query_lens, rows.query_start_loc
+    shortest, least_computed = least(query_lens), least(rows.computed)
     if (
-        rows.query_start_loc[0] != 0
+        loc.item(0) != 0
         or shortest < 0
-        or not 0 < total <= MAX_STEP_TOKENS
+        or not 0 < loc.item(num_rows) <= MAX_STEP_TOKENS
         or num_rows > limits.max_num_seqs
         or least_computed < 0
-        or least_length < 0
-        or room < 0
-        or base < 0
+        or least(rows.seq_lens) < 0  # differences with far negative lengths would wrap around
+        or rows.seq_lens.item(rows.seq_lens.argmax()) > limits.max_model_len
+        or (rows.decode_base is not None and least(rows.decode_base) < 0)
     ):
         _refuse_counts(rows, limits)
     rows.all_have_prior = least_computed > 0
     if shortest == 0:
-        rows.num_real = _num_real(rows.query_lens)
-        rows.all_have_prior = bool(rows.computed[: rows.num_real].min() > 0)
+        rows.num_real = _num_real(query_lens)
+        rows.all_have_prior = least(rows.computed[: rows.num_real]) > 0
     if rows.num_accepted_tokens is not None or rows.num_draft_tokens is not None:
         _check_drafts(rows, limits)
+
+
+def least(values: npt.NDArray[Any]) -> int:
+    """Least entry; by its index, which on short arrays is a third of the cost of a reduction."""
+    return int(values.item(values.argmin()))
 
 
 def _refuse_counts(rows: Rows, limits: Limits) -> None:
@@ -165,22 +169,25 @@ def check_decodable(rows: Rows, num_decodes: int, reason: str) -> None:
         )
 
 
-def check_table(block_table: npt.NDArray[Any], num_slots: int) -> None:
-    """Refuse a negative slot, or one at or beyond `num_slots`."""
+def check_table(block_table: npt.NDArray[Any], num_slots: int) -> int:
+    """Refuse a negative slot, or one at or beyond `num_slots`; return the greatest slot."""
     if block_table.size == 0:
-        return
+        return 0
+    # seen as unsigned, a negative slot is beyond every pool
     unsigned = block_table.view(np.uint32 if block_table.dtype == np.int32 else np.uint64)
-    if np.maximum.reduce(unsigned, axis=None) >= num_slots:
+    top = int(unsigned.item(unsigned.argmax()))
+    if top >= num_slots:
         row = _first(((block_table < 0) | (block_table >= num_slots)).any(axis=1))
         values = block_table[row]
         slot = values[_first((values < 0) | (values >= num_slots))]
         what = "is negative" if slot < 0 else f"is outside the pool of {num_slots} slots"
         raise StepError("slot_range", f"row {row} names slot {slot}, which {what}", row)
+    return top
 
 
 def check_width(columns: IntArray, extra: int, width: int) -> None:
     """Refuse a block table too narrow for the columns its rows need (`extra` more behind each)."""
-    if columns.size and np.maximum.reduce(columns, axis=None) + extra >= width:
+    if columns.size and columns.item(columns.argmax()) + extra >= width:
         needed = columns.reshape(-1, columns.shape[-1]).max(axis=0) + extra
         row = _first(needed >= width)
         raise StepError(
@@ -190,96 +197,93 @@ def check_width(columns: IntArray, extra: int, width: int) -> None:
         )
 
 
-def check_not_null(slots: npt.NDArray[Any], row_of: IntArray, what: str) -> None:
-    """Refuse the null slot among `slots`; `row_of` names each slot's row."""
-    if slots.size and slots.min() == 0:
-        row = int(row_of[_first(slots == 0)])
+class SlotUse(NamedTuple):
+    """Slots that rows name: `slots` (rows,) or (kinds, rows), int64; `rows` (rows,), their rows."""
+
+    slots: IntArray
+    rows: IntArray
+
+
+class SlotConflicts:
+    """Finds null slots, and slots that one row writes and another row reads or writes.
+
+    An array over all slots remembers who wrote each one last: the row's number plus a count that
+    grows from step to step, so that nothing has to be cleared in between.
+    """
+
+    def __init__(self) -> None:
+        self._owner = np.zeros(1024, dtype=np.int64)
+        self._before = 1
+
+    def check(
+        self, writes: Sequence[SlotUse], reads: Sequence[SlotUse], num_rows: int, top: int
+    ) -> None:
+        """Raise `StepError` (`null_slot`, `slot_conflict`) naming the row of the first conflict.
+
+        `top` is a bound of all slots. A read may repeat a write of its own row.
+        """
+        if top >= _DENSE_SLOTS:
+            _refuse_shared(writes, reads)
+            return
+        if top >= len(self._owner):
+            self._owner = np.zeros(max(top + 1, 2 * len(self._owner)), dtype=np.int64)
+        before = self._before
+        self._before += num_rows
+        for use in writes:
+            self._owner[use.slots] = use.rows + before
+        self._owner[0] = _NOBODY
+        for use in (*writes, *reads):
+            owners = self._owner.take(use.slots)
+            foreign = owners != use.rows + before
+            foreign &= owners >= before
+            if np.count_nonzero(foreign):
+                _refuse_shared(writes, reads)
+
+
+def _refuse_shared(writes: Sequence[SlotUse], reads: Sequence[SlotUse]) -> None:
+    """Name the first null slot, else the first slot that two rows share, if there is one."""
+    slots, rows = _flat(writes)
+    read_slots, read_rows = _flat(reads)
+    _check_not_null(slots, rows, "write its state to")
+    _check_not_null(read_slots, read_rows, "read its state from")
+    known, nth = np.unique(slots, return_inverse=True)
+    owner = np.empty(len(known), dtype=np.int64)
+    owner[nth] = rows
+    owners = owner[nth]
+    clash = owners != rows
+    if clash.any():
+        at = _first(clash)
+        first, second = sorted((int(rows[at]), int(owners[at])))
+        _refuse_slot(slots[at], second, first, "writes")
+    at_known = np.minimum(np.searchsorted(known, read_slots), len(known) - 1)
+    foreign = (known[at_known] == read_slots) & (owner[at_known] != read_rows)
+    if foreign.any():
+        at = _first(foreign)
+        _refuse_slot(read_slots[at], read_rows[at], owner[at_known[at]], "reads")
+
+
+def _flat(uses: Sequence[SlotUse]) -> tuple[IntArray, IntArray]:
+    if not uses:
+        return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
+    rows = [np.broadcast_to(use.rows, use.slots.shape).ravel() for use in uses]
+    return np.concatenate([use.slots.ravel() for use in uses]), np.concatenate(rows)
+
+
+def _check_not_null(slots: IntArray, rows: IntArray, what: str) -> None:
+    null = slots == 0
+    if null.any():
+        row = int(rows[_first(null)])
         raise StepError(
             "null_slot", f"row {row} needs a slot to {what}, its block table has the null slot", row
         )
 
 
-class SlotConflicts:
-    """Finds a slot that one row writes and another row reads or writes."""
-
-    def __init__(self) -> None:
-        self._owner = np.full(1024, -1, dtype=np.int64)
-
-    def _grow(self, top: int) -> None:
-        if top >= len(self._owner):
-            self._owner = np.full(max(top + 1, 2 * len(self._owner)), -1, dtype=np.int64)
-
-    def none_shared(self, slots: npt.NDArray[Any], index: IntArray) -> bool:
-        """Whether no two rows name one slot, reading or writing; `slots` is (kinds, rows).
-
-        Three array operations: the common case of a decode step, which then needs no closer look.
-        """
-        wide = slots.astype(np.int64)  # fancy indexing converts narrower indices, slowly, each time
-        top = int(np.maximum.reduce(wide, axis=None))
-        if top >= _DENSE_SLOTS:
-            return False
-        self._grow(top)
-        owner = self._owner
-        owner[wide] = index
-        alone = bool(np.logical_and.reduce(owner.take(wide) == index, axis=None))
-        owner[wide] = -1
-        return alone
-
-    def check(
-        self,
-        writes: npt.NDArray[Any],
-        write_rows: IntArray,
-        reads: npt.NDArray[Any],
-        read_rows: IntArray,
-    ) -> None:
-        """Raise `StepError` (`slot_conflict`) naming the second row of the first conflict.
-
-        All four are flat; `*_rows` give each slot's row.
-        """
-        top = int(max(writes.max(initial=0), reads.max(initial=0)))
-        if top >= _DENSE_SLOTS:
-            known, writes_at = np.unique(writes, return_inverse=True)
-            present = np.isin(reads, known)
-            reads, read_rows = reads[present], read_rows[present]
-            self._check(writes_at, write_rows, np.searchsorted(known, reads), read_rows, known)
-            return
-        self._grow(top)
-        self._check(writes, write_rows, reads, read_rows, None)
-
-    def _check(
-        self,
-        writes: npt.NDArray[Any],
-        write_rows: IntArray,
-        reads: npt.NDArray[Any],
-        read_rows: IntArray,
-        known: npt.NDArray[Any] | None,
-    ) -> None:
-        owner = self._owner
-        if known is not None:
-            self._grow(len(known) - 1)
-            owner = self._owner
-        owner[writes] = write_rows
-        owners = owner[writes]
-        readers = owner[reads]
-        owner[writes] = -1
-        clash = owners != write_rows
-        if clash.any():
-            at = _first(clash)
-            pair = sorted((int(write_rows[at]), int(owners[at])))
-            self._raise(writes[at], pair[1], pair[0], "writes", known)
-        foreign: BoolArray = (readers != read_rows) & (readers >= 0)
-        if foreign.any():
-            at = _first(foreign)
-            self._raise(reads[at], read_rows[at], readers[at], "reads", known)
-
-    @staticmethod
-    def _raise(slot: int, row: int, other: int, verb: str, known: npt.NDArray[Any] | None) -> None:
-        slot = int(slot if known is None else known[slot])
-        raise StepError(
-            "slot_conflict",
-            f"row {int(row)} {verb} slot {slot}, which row {int(other)} writes in the same step",
-            int(row),
-        )
+def _refuse_slot(slot: int, row: int, other: int, verb: str) -> None:
+    raise StepError(
+        "slot_conflict",
+        f"row {int(row)} {verb} slot {int(slot)}, which row {int(other)} writes in the same step",
+        int(row),
+    )
 
 
 def _first(mask: Any) -> int:

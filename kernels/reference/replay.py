@@ -67,16 +67,23 @@ def replay_state_update(
 
     old = state[torch.where(live, state_read_slots.long(), 0)].to(wide)
     cs = C.to(wide).repeat_interleave(per_group, dim=1)
-    products = (bs @ C.to(wide)[:, None, :, :, None]).squeeze(-1).squeeze(-1)
+    products = (bs * C.to(wide)[:, None]).sum(dim=-1)
     products = products.repeat_interleave(per_group, dim=2)
     y = decay[..., None] * (old @ cs[..., None]).squeeze(-1)
     y = y + ((weight * products)[..., None] * xs).sum(dim=1) + D.to(wide)[:, None] * x.to(wide)
     y = torch.where(live[:, None, None], y, 0.0).to(x.dtype)
 
-    folded = _fold(old, weight, decay, xs, bs)
-    flush = (is_flush & live)[:, None, None, None]
     kept = torch.where(live, write, 0)
-    state[kept] = torch.where(flush, folded.to(state.dtype), state[kept])
+    flush = is_flush & live
+    if (
+        x.device.type == "cpu"
+    ):  # fold just the rows that flush; a GPU would have to wait to know them
+        due = flush.nonzero().flatten()
+        folded = _fold(old[due], weight[due], decay[due], xs[due], bs[due])
+        state[kept[due]] = folded.to(state.dtype)
+    else:
+        folded = _fold(old, weight, decay, xs, bs).to(state.dtype)
+        state[kept] = torch.where(flush[:, None, None, None], folded, state[kept])
     append = live & ~is_flush
     at = torch.where(append, pending, 0)
     for ring, entry in ((ring_x, x), (ring_dt, new_dt), (ring_B, B)):
