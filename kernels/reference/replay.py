@@ -164,6 +164,6 @@ def _fold(
     rows, heads, headdim, dstate = old.shape
     groups = bs.shape[2]
     inputs = (weight[..., None] * xs).permute(0, 2, 3, 1)  # (rows, heads, headdim, entries)
-    inputs = inputs.reshape(rows, groups, heads // groups * headdim, -1)
+    inputs = inputs.reshape(rows, groups, heads // groups * headdim, xs.shape[1])
     added = inputs @ bs.transpose(1, 2)
     return decay[..., None, None] * old + added.view(rows, heads, headdim, dstate)
