@@ -166,9 +166,7 @@ class Pipeline:
         elif self.limits.num_spec_tokens:
             validation.check_decodable(rows, num_decodes, "a prefill cannot be rolled back")
 
-    def _plan(
-        self, rows: Rows, num_decodes: int, top: int, padding_accepted: int = 1
-    ) -> StepPlan:
+    def _plan(self, rows: Rows, num_decodes: int, top: int, padding_accepted: int = 1) -> StepPlan:
         selection = self.selection
         cache = selection.cache
         drafts = self.limits.num_spec_tokens
