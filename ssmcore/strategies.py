@@ -106,7 +106,7 @@ class Selection:
     """The four chosen strategies, as each one's `check` sees them.
 
     `running` is False when only plans are wanted; then `device` and `mixer` are None and a strategy
-    refuses only combinations that have no plan.
+    refuses only combinations that have no plan. `notes` are lines to tell a person at start-up.
     """
 
     classifier: BatchClassifier
@@ -118,6 +118,7 @@ class Selection:
     running: bool = False
     device: str | None = None
     mixer: MixerShape | None = None
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

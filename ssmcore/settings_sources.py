@@ -1,0 +1,148 @@
+"""Where settings come from: TOML file, environment, `KEY=VALUE` overrides; merged with provenance.
+
+Every source is a pydantic-settings source that yields sections; `merge` lays later ones over
+earlier ones, leaf by leaf, and remembers for each leaf which source it came from.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, TomlConfigSettingsSource
+
+from ssmcore.errors import SettingsError, UnknownOptionError
+from ssmcore.naming import nearest
+
+ENV_PREFIX = "SSMCORE_"
+DEFAULT_FILE = "ssmcore.toml"
+SECTIONS = ("model", "engine", "classifier", "cache", "decode", "graph")
+
+
+class Source(NamedTuple):
+    """One source: how messages name it, and its sections; `leaves` names single keys otherwise."""
+
+    name: str
+    values: dict[str, Any]
+    leaves: Mapping[str, str] = {}
+
+
+class _Sections(BaseSettings):
+    """What pydantic-settings fills: sections as plain tables, checked later by `Settings`."""
+
+    model: dict[str, Any] = {}
+    engine: dict[str, Any] = {}
+    classifier: dict[str, Any] = {}
+    cache: dict[str, Any] = {}
+    decode: dict[str, Any] = {}
+    graph: dict[str, Any] = {}
+
+
+class AssignmentSource(PydanticBaseSettingsSource):
+    """Dotted keys with text values, from the environment or the command line."""
+
+    def __init__(self, assignments: Iterable[tuple[str, str, str]]) -> None:
+        super().__init__(_Sections)
+        self._assignments = list(assignments)
+
+    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
+        """Not used: sections come whole from `__call__`."""
+        return None, field_name, False
+
+    def __call__(self) -> dict[str, Any]:
+        """Sections of the assigned keys."""
+        sections: dict[str, Any] = {}
+        for key, text, origin in self._assignments:
+            section, dot, name = key.partition(".")
+            if section not in SECTIONS or not dot or not name or "." in name:
+                hint = nearest(section, SECTIONS) if section not in SECTIONS else ""
+                raise UnknownOptionError(
+                    f"{origin}: {key!r} is no setting; keys are SECTION.NAME{hint}"
+                )
+            sections.setdefault(section, {})[name] = toml_value(text)
+        return sections
+
+
+def toml_value(text: str) -> Any:
+    """A value in TOML syntax; what is none is taken as text."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except (tomllib.TOMLDecodeError, KeyError):
+        return text
+
+
+def default_sources(
+    config: Path | None, overrides: Sequence[str], environ: Mapping[str, str] | None
+) -> list[Source]:
+    """File, environment and overrides, lowest precedence first.
+
+    Raises:
+        SettingsError: a file that cannot be read, or an assignment that is none.
+    """
+    sources = []
+    path = Path(DEFAULT_FILE) if config is None else config
+    if config is not None or path.is_file():
+        sources.append(_file(path))
+    variables = {
+        name: value
+        for name, value in (os.environ if environ is None else environ).items()
+        if name.upper().startswith(ENV_PREFIX)
+    }
+    if variables:
+        keys = {name: _variable_key(name) for name in variables}
+        values = AssignmentSource(
+            (keys[name], value, f"environment {name}") for name, value in variables.items()
+        )()
+        leaves = {keys[name]: f"environment {name}" for name in variables}
+        sources.append(Source("environment", values, leaves))
+    if overrides:
+        assignments = []
+        for text in overrides:
+            key, equals, value = text.partition("=")
+            if not equals:
+                raise SettingsError(f"--set {text!r}: write KEY=VALUE, e.g. decode.buffer_len=8")
+            assignments.append((key.strip(), value.strip(), f"--set {key.strip()}"))
+        sources.append(Source("--set", AssignmentSource(assignments)()))
+    return sources
+
+
+def _variable_key(name: str) -> str:
+    return name[len(ENV_PREFIX) :].lower().replace("__", ".", 1)
+
+
+def _file(path: Path) -> Source:
+    if not path.is_file():
+        raise SettingsError(f"{path}: there is no such file")
+    try:
+        values = TomlConfigSettingsSource(_Sections, toml_file=path).toml_data
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+        raise SettingsError(f"{path}: {error}") from None
+    return Source(str(path), dict(values))
+
+
+def merge(sources: Sequence[Source]) -> tuple[dict[str, Any], dict[str, tuple[int, str]]]:
+    """Lay sources over each other.
+
+    Returns the sections, and for every dotted key the rank (from 1) and name of its source.
+
+    Raises:
+        SettingsError: a section that is no table.
+    """
+    values: dict[str, Any] = {}
+    origins: dict[str, tuple[int, str]] = {}
+    for rank, source in enumerate(sources, start=1):
+        for section, table in source.values.items():
+            if not isinstance(table, Mapping):
+                raise SettingsError(
+                    f"{source.name}: {section} must be a section of settings, got {table!r:.40}"
+                )
+            merged = values.setdefault(section, {})
+            for name, value in table.items():
+                key = f"{section}.{name}"
+                merged[name] = value
+                origins[key] = (rank, source.leaves.get(key, source.name))
+    return values, origins
