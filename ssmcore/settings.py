@@ -178,7 +178,7 @@ class Settings(BaseModel):
         Raises:
             SettingsError: a source cannot be read, a key is unknown, a value has the wrong type.
         """
-        return cls._of(default_sources(config, overrides, environ))
+        return cls.from_sources(default_sources(config, overrides, environ))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], source: str = "settings") -> Settings:
@@ -189,10 +189,15 @@ class Settings(BaseModel):
         """
         if not isinstance(values, Mapping):
             raise SettingsError(f"{source}: settings must be sections, got {type(values).__name__}")
-        return cls._of([Source(source, dict(values))])
+        return cls.from_sources([Source(source, dict(values))])
 
     @classmethod
-    def _of(cls, sources: Sequence[Source]) -> Settings:
+    def from_sources(cls, sources: Sequence[Source]) -> Settings:
+        """Settings from any sources, lowest precedence first.
+
+        Raises:
+            SettingsError: as for `load`.
+        """
         values, origins = merge(sources)
         try:
             settings = cls.model_validate(values)

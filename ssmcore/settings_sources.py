@@ -86,7 +86,7 @@ def default_sources(
     sources = []
     path = Path(DEFAULT_FILE) if config is None else config
     if config is not None or path.is_file():
-        sources.append(_file(path))
+        sources.append(file_source(path))
     variables = {
         name: value
         for name, value in (os.environ if environ is None else environ).items()
@@ -100,13 +100,7 @@ def default_sources(
         leaves = {keys[name]: f"environment {name}" for name in variables}
         sources.append(Source("environment", values, leaves))
     if overrides:
-        assignments = []
-        for text in overrides:
-            key, equals, value = text.partition("=")
-            if not equals:
-                raise SettingsError(f"--set {text!r}: write KEY=VALUE, e.g. decode.buffer_len=8")
-            assignments.append((key.strip(), value.strip(), f"--set {key.strip()}"))
-        sources.append(Source("--set", AssignmentSource(assignments)()))
+        sources.append(override_source(overrides))
     return sources
 
 
@@ -114,7 +108,27 @@ def _variable_key(name: str) -> str:
     return name[len(ENV_PREFIX) :].lower().replace("__", ".", 1)
 
 
-def _file(path: Path) -> Source:
+def override_source(overrides: Sequence[str]) -> Source:
+    """The source of `KEY=VALUE` texts.
+
+    Raises:
+        SettingsError: a text that is none, or a key that no section has.
+    """
+    assignments = []
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise SettingsError(f"--set {text!r}: write KEY=VALUE, e.g. decode.buffer_len=8")
+        assignments.append((key.strip(), value.strip(), f"--set {key.strip()}"))
+    return Source("--set", AssignmentSource(assignments)())
+
+
+def file_source(path: Path) -> Source:
+    """The source of a TOML file.
+
+    Raises:
+        SettingsError: it is not there or cannot be read.
+    """
     if not path.is_file():
         raise SettingsError(f"{path}: there is no such file")
     try:
