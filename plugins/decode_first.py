@@ -39,7 +39,7 @@ class DecodeFirst:
         """Length of the leading run of decode-like rows."""
         most = 1 if rows.num_accepted_tokens is None else 1 + self._num_spec_tokens
         lens = rows.query_lens
-        if np.maximum.reduce(lens) <= most and not np.logical_or.reduce(rows.is_prefilling):
+        if lens.item(lens.argmax()) <= most and not np.count_nonzero(rows.is_prefilling):
             return rows.num_rows
         promoted = lens == 1
         if rows.num_draft_tokens is not None:
@@ -48,7 +48,8 @@ class DecodeFirst:
         promoted &= rows.computed > 0
         prefill_like = (lens > most) | (rows.is_prefilling & ~promoted)
         prefill_like &= lens > 0
-        return int(prefill_like.argmax()) if prefill_like.any() else rows.num_rows
+        first = int(prefill_like.argmax())
+        return first if prefill_like[first] else rows.num_rows
 
 
 @hookimpl

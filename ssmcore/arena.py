@@ -10,6 +10,7 @@ guards each half.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -48,10 +49,7 @@ class Layout:
         for name, kind, shape in fields:
             dtype = np.dtype(kind)
             self.entries[name] = Entry(offset, dtype, shape)
-            size = dtype.itemsize
-            for extent in shape:
-                size *= extent
-            offset += -(-size // ALIGNMENT) * ALIGNMENT
+            offset += -(-dtype.itemsize * prod(shape) // ALIGNMENT) * ALIGNMENT
         self.nbytes = offset
 
 
@@ -64,8 +62,11 @@ class Arena:
     """
 
     def __init__(self, nbytes: int, device: torch.device | None = None) -> None:
-        self.nbytes = max(nbytes, ALIGNMENT)
+        self.nbytes = -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT
         self.device = device
+        self._typed: list[dict[np.dtype[Any], npt.NDArray[Any]]] = [{}, {}]
+        self._typed_block: dict[np.dtype[Any], torch.Tensor] = {}
+        self._mirror: npt.NDArray[np.uint8] | None = None
         self._half = 0
         self._pinned: list[torch.Tensor] = []
         self._events: list[torch.cuda.Event] = []
@@ -84,6 +85,7 @@ class Arena:
             self._host = [half.numpy() for half in self._pinned]
         else:
             self._host = [_aligned(self.nbytes), _aligned(self.nbytes)]
+            self._mirror = self.block.numpy()
 
     def next_half(self) -> int:
         """Turn to the other host half; waits until its last upload has left it."""
@@ -94,7 +96,14 @@ class Arena:
 
     def host(self, half: int, entry: Entry) -> npt.NDArray[Any]:
         """Writable host view of an entry in one half."""
-        return np.ndarray(entry.shape, entry.dtype, self._host[half], entry.offset)
+        dtype, shape = entry.dtype, entry.shape
+        whole = self._typed[half].get(dtype)  # slicing it costs a third of a new array
+        if whole is None:
+            whole = self._typed[half][dtype] = self._host[half].view(dtype)
+        start = entry.offset // dtype.itemsize
+        if len(shape) == 1:
+            return whole[start : start + shape[0]]
+        return whole[start : start + prod(shape)].reshape(shape)
 
     def on_device(self, entry: Entry) -> torch.Tensor:
         """Device view of an entry; its address is the same whenever the layout is.
@@ -104,13 +113,17 @@ class Arena:
         """
         if self.block is None:
             raise RuntimeError("this pipeline plans without a device; give it one to run its plans")
-        import torch
+        shape = entry.shape
+        whole = self._typed_block.get(entry.dtype)
+        if whole is None:
+            import torch
 
-        dtype: torch.dtype = getattr(torch, entry.dtype.name)
-        size = entry.dtype.itemsize
-        for extent in entry.shape:
-            size *= extent
-        return self.block[entry.offset : entry.offset + size].view(dtype).view(entry.shape)
+            dtype: torch.dtype = getattr(torch, entry.dtype.name)
+            whole = self._typed_block[entry.dtype] = self.block.view(dtype)
+        start = entry.offset // entry.dtype.itemsize
+        if len(shape) == 1:
+            return whole[start : start + shape[0]]
+        return whole[start : start + prod(shape)].view(shape)
 
     def upload(self, nbytes: int) -> None:
         """Copy the first `nbytes` of the current half to the device: one asynchronous copy."""
@@ -119,8 +132,8 @@ class Arena:
         if self._pinned:
             self.block[:nbytes].copy_(self._pinned[self._half][:nbytes], non_blocking=True)
             self._events[self._half].record()
-        else:
-            self.block[:nbytes].numpy()[:] = self._host[self._half][:nbytes]
+        elif self._mirror is not None:
+            self._mirror[:nbytes] = self._host[self._half][:nbytes]
 
     def copy_from(self, other: Arena, nbytes: int) -> None:
         """Take the first `nbytes` of another arena's current host half."""

@@ -5,27 +5,54 @@ All functions are vectorised over int64 token counts; `block_size` is in tokens.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 
 from ssmcore.strategies import IntArray
 
 
+@lru_cache(maxsize=1024)
+def constant(value: int) -> IntArray:
+    """A number as an array: as a Python integer it is converted again by every operation.
+
+    On a few hundred rows that costs as much as the operation itself.
+    """
+    array = np.array(value, dtype=np.int64)
+    array.flags.writeable = False
+    return array
+
+
+def counting(stop: int) -> IntArray:
+    """0, 1, 2... below `stop`; a read-only view of one array that grows when it must."""
+    global _counting
+    if stop > len(_counting):
+        _counting = np.arange(max(stop, 2 * len(_counting)))
+        _counting.flags.writeable = False
+    return _counting[:stop]
+
+
+_counting: IntArray = np.arange(0)
+
+
 def quotient(values: IntArray, divisor: int) -> IntArray:
     """`values // divisor`; powers of two, the common case, shift instead."""
-    shift = divisor.bit_length() - 1
-    return values >> shift if divisor == 1 << shift else values // divisor
+    if divisor & (divisor - 1):
+        return values // constant(divisor)
+    return values >> constant(divisor.bit_length() - 1)
 
 
 def remainder(values: IntArray, divisor: int) -> IntArray:
     """`values % divisor`, never negative; powers of two, the common case, mask instead."""
-    mask = divisor - 1
-    return values & mask if divisor & mask == 0 else values % divisor
+    if divisor & (divisor - 1):
+        return values % constant(divisor)
+    return values & constant(divisor - 1)
 
 
 def column_after(tokens: IntArray, block_size: int) -> IntArray:
     """Column of the state after `tokens` tokens: `max(0, (tokens - 1) // block_size)`."""
-    columns = quotient(tokens - 1, block_size)
-    return np.maximum(columns, 0, out=columns)
+    columns = quotient(tokens - constant(1), block_size)
+    return np.maximum(columns, constant(0), out=columns)
 
 
 def block_start(tokens: IntArray, block_size: int) -> IntArray:
@@ -43,6 +70,6 @@ def crossed_boundaries(
     first = quotient(computed, block_size)
     counts = quotient(seq_lens + (block_size - 1), block_size) - first
     ends = counts.cumsum()
-    row = np.arange(len(counts)).repeat(counts)
-    nth = np.arange(1, len(row) + 1) - (ends - counts).repeat(counts)
+    row = counting(len(counts)).repeat(counts)
+    nth = np.arange(len(row)) - (ends - counts - 1).repeat(counts)
     return row, np.minimum((first[row] + nth) * block_size, seq_lens[row])

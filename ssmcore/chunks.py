@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ssmcore.blocks import constant, quotient, remainder
 from ssmcore.step import Rows
 from ssmcore.strategies import IntArray
 
@@ -25,18 +26,35 @@ class PrefillSizes:
     Attributes:
         offset: (P,), position of each row's first token within its chunk.
         chunks, programs: (P,), chunks and convolution programs of each row.
+        first_chunk, first_program: (P,), those of earlier rows.
         num_chunks, num_programs: totals.
     """
 
-    __slots__ = ("chunk_size", "chunks", "num_chunks", "num_programs", "offset", "programs")
+    __slots__ = (
+        "chunk_size",
+        "chunks",
+        "first_chunk",
+        "first_program",
+        "num_chunks",
+        "num_programs",
+        "offset",
+        "programs",
+    )
 
     def __init__(self, rows: Rows, chunk_size: int) -> None:
         self.chunk_size = chunk_size
-        self.offset: IntArray = rows.computed % chunk_size
-        self.chunks: IntArray = (self.offset + rows.query_lens + (chunk_size - 1)) // chunk_size
-        self.programs: IntArray = (rows.query_lens + (CONV_TOKENS - 1)) // CONV_TOKENS
-        self.num_chunks = int(self.chunks.sum())
-        self.num_programs = int(self.programs.sum())
+        self.offset: IntArray = remainder(rows.computed, chunk_size)
+        self.chunks = _pieces(self.offset + rows.query_lens, chunk_size)
+        self.programs = _pieces(rows.query_lens, CONV_TOKENS)
+        chunk_ends, program_ends = self.chunks.cumsum(), self.programs.cumsum()
+        self.first_chunk: IntArray = chunk_ends - self.chunks
+        self.first_program: IntArray = program_ends - self.programs
+        self.num_chunks = int(chunk_ends.item(-1))
+        self.num_programs = int(program_ends.item(-1))
+
+
+def _pieces(tokens: IntArray, size: int) -> IntArray:
+    return quotient(tokens + constant(size - 1), size)
 
 
 def fill_chunks(rows: Rows, sizes: PrefillSizes, out: Mapping[str, npt.NDArray[Any]]) -> None:
@@ -45,27 +63,23 @@ def fill_chunks(rows: Rows, sizes: PrefillSizes, out: Mapping[str, npt.NDArray[A
     A chunk ends at every multiple of the chunk size of the row's absolute position, and at the
     row's end; so all are full but each row's first and last.
     """
-    size = sizes.chunk_size
-    index = np.arange(rows.num_rows, dtype=np.int32)
-    last = np.cumsum(sizes.chunks) - 1
-    first = last - sizes.chunks + 1
+    size, first = sizes.chunk_size, sizes.first_chunk
+    starts = rows.query_start_loc[:-1]
+    index = np.arange(rows.num_rows, dtype=np.int32)  # repeating 32 bits is twice as fast as 64
+    out["seq_idx"][:] = index.repeat(sizes.chunks)
+    out["last_indices"][:] = first + sizes.chunks - constant(1)
 
-    cu_seqlens = out["cu_seqlens"]
-    cu_seqlens[0] = 0
-    lengths = cu_seqlens[1:]
-    lengths.fill(size)
-    lengths[first] -= sizes.offset
-    lengths[last] += rows.query_lens + sizes.offset - sizes.chunks * size
-    np.cumsum(lengths, out=lengths)
-    out["seq_idx"][:] = np.repeat(index, sizes.chunks)
-    out["last_indices"][:] = last
+    # each chunk at its multiple of the chunk size, but each row's first where the row starts
+    begins = (starts - sizes.offset - first * constant(size)).repeat(sizes.chunks)
+    begins += np.arange(sizes.num_chunks) * constant(size)
+    begins[first] = starts
+    out["cu_seqlens"][:-1] = begins
+    out["cu_seqlens"][-1] = rows.query_start_loc[-1]
 
-    batch_ptr = out["batch_ptr"]
-    batch_ptr[:] = np.repeat(index, sizes.programs)
-    starts = (np.cumsum(sizes.programs) - sizes.programs).astype(np.int32)
+    out["batch_ptr"][:] = index.repeat(sizes.programs)
     np.subtract(
         np.arange(sizes.num_programs, dtype=np.int32),
-        np.repeat(starts, sizes.programs),
+        sizes.first_program.astype(np.int32).repeat(sizes.programs),
         out=out["token_chunk_offset"],
     )
 
@@ -83,7 +97,6 @@ def fill_writes(
     """
     done = tokens - rows.computed[row]
     out["write_rows"][:] = row
-    np.add(rows.query_start_loc[row], done, out=out["write_ends"], casting="same_kind")
-    first = np.cumsum(sizes.chunks) - sizes.chunks
-    size = sizes.chunk_size
-    out["write_chunks"][:] = first[row] + (sizes.offset[row] + done + (size - 1)) // size - 1
+    out["write_ends"][:] = rows.query_start_loc[row] + done
+    chunks = _pieces(sizes.offset[row] + done, sizes.chunk_size)
+    out["write_chunks"][:] = sizes.first_chunk[row] + chunks - constant(1)

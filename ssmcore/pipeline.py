@@ -20,7 +20,6 @@ from ssmcore.errors import StepError
 from ssmcore.observers import Observer
 from ssmcore.plan import DecodePlan, Part, PrefillPlan, StepPlan, Views
 from ssmcore.plan_layout import (
-    LayoutFields,
     declared_fields,
     largest_plan_bytes,
     prefill_fields,
@@ -174,20 +173,11 @@ class Pipeline:
         prefills = rows.part(num_decodes, rows.num_rows) if num_decodes < rows.num_rows else None
 
         prefill_slots = sizes = None
-        fields = row_fields(rows, num_decodes, selection, self._declared)
-        key: tuple[int, ...] = ()
-        if prefills is None:
-            accepted = rows.num_accepted_tokens is not None
-            key = (rows.num_rows, rows.block_table.shape[1], int(accepted))
-        else:
+        if prefills is not None:
             self._check_plan_size(rows, prefills)
             prefill_slots = PrefillSlots(prefills, cache, drafts)
             sizes = PrefillSizes(prefills, self.limits.chunk_size)
-            fields = _chain(
-                fields,
-                prefill_fields(prefills, sizes, len(prefill_slots.write_rows), selection),
-            )
-        views = self._views(key, fields)
+        views, key = self._views(rows, num_decodes, prefill_slots, sizes)
         half = views.arena.next_half()
         host = views.host(half)
 
@@ -261,17 +251,10 @@ class Pipeline:
         check_slots(decode_slots, prefill_slots, num_decodes, self._conflicts, top)
 
         self._groups += 1
-        width = block_table.shape[1]
-        key = (*plan.key[:1], width, *plan.key[2:], self._groups) if plan.key else ()
-        fields = row_fields(rows, num_decodes, self.selection, self._declared)
+        sizes = None
         if prefill_slots is not None:
-            prefills = prefill_slots.rows
-            sizes = PrefillSizes(prefills, self.limits.chunk_size)
-            fields = _chain(
-                fields,
-                prefill_fields(prefills, sizes, len(prefill_slots.write_rows), self.selection),
-            )
-        views = self._views(key, fields, self._groups)
+            sizes = PrefillSizes(prefill_slots.rows, self.limits.chunk_size)
+        views, key = self._views(rows, num_decodes, prefill_slots, sizes, self._groups)
         half = views.arena.next_half()
         host = views.host(half)
         source = plan.views.host(plan.half)
@@ -286,19 +269,42 @@ class Pipeline:
         views.arena.upload(views.layout.nbytes)
         return plan.moved(rows, views, half, key)
 
-    def _views(self, key: tuple[int, ...], fields: LayoutFields, group: int = 0) -> Views:
-        """Views of a layout; those of a step without prefills are kept by its key."""
-        views = self._kept.get(key) if key else None
+    def _views(
+        self,
+        rows: Rows,
+        num_decodes: int,
+        prefill_slots: PrefillSlots | None,
+        sizes: PrefillSizes | None,
+        group: int = 0,
+    ) -> tuple[Views, tuple[int, ...]]:
+        """Views for a step, and the plan's key.
+
+        Those of all but the prefill part are kept, since they depend on few numbers.
+        """
+        accepted = rows.num_accepted_tokens is not None
+        key = (rows.num_rows, rows.block_table.shape[1], int(accepted), group)
+        kept_as = (*key, num_decodes)
+        views = self._kept.get(kept_as)
         if views is None:
-            layout = Layout(fields)
-            if layout.nbytes > self._capacity:
-                return Views(self._outsized(group, layout.nbytes), layout)
-            while len(self._arenas) <= group:
-                self._arenas.append(Arena(self._capacity, self.device))
-            views = Views(self._arenas[group], layout)
-            if key and len(self._kept) < _MAX_LAYOUTS:
-                self._kept[key] = views
-        return views
+            layout = Layout(row_fields(rows, num_decodes, self.selection, self._declared))
+            views = Views(self._arena(group, layout.nbytes), layout)
+            if views.arena is self._arenas[group] and len(self._kept) < _MAX_LAYOUTS:
+                self._kept[kept_as] = views
+        if prefill_slots is None or sizes is None:
+            return views, key
+        num_writes = len(prefill_slots.write_rows)
+        fields = prefill_fields(prefill_slots.rows, sizes, num_writes, self.selection)
+        layout = Layout(fields, start=views.layout.nbytes)
+        arena = self._arena(group, layout.nbytes)
+        if arena is not views.arena:
+            views = Views(arena, views.layout)
+        return Views(arena, layout, views), ()
+
+    def _arena(self, group: int, nbytes: int) -> Arena:
+        """The arena of a cache group's plans, or one for a plan beyond the engine's limits."""
+        while len(self._arenas) <= group:
+            self._arenas.append(Arena(self._capacity, self.device))
+        return self._arenas[group] if nbytes <= self._capacity else self._outsized(group, nbytes)
 
     def _outsized(self, group: int, nbytes: int) -> Arena:
         """The arena of steps beyond the engine's limits; kept, since such steps come in rows."""
@@ -355,8 +361,3 @@ def _fill_prefill(
         out["num_computed_tokens"][:] = rows.computed
     fill_chunks(rows, sizes, out)
     fill_writes(rows, sizes, slots.write_rows, slots.write_tokens, out)
-
-
-def _chain(first: LayoutFields, second: LayoutFields) -> LayoutFields:
-    yield from first
-    yield from second

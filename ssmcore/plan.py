@@ -24,36 +24,45 @@ PARTS = ("decode", "prefill", "cache", "classifier", "graph")
 
 
 class Views:
-    """Host and device views of one layout in one arena, made once and kept while the layout is."""
+    """Host and device views of one layout in one arena, made once and kept while the layout is.
 
-    __slots__ = ("_device", "_host", "arena", "layout")
+    Args:
+        rest: views of the parts that this layout leaves out; they stand before it.
+    """
 
-    def __init__(self, arena: Arena, layout: Layout) -> None:
+    __slots__ = ("_device", "_host", "_rest", "arena", "layout")
+
+    def __init__(self, arena: Arena, layout: Layout, rest: Views | None = None) -> None:
         self.arena = arena
         self.layout = layout
+        self._rest = rest
         self._host: list[dict[str, dict[str, npt.NDArray[Any]]] | None] = [None, None]
-        self._device: dict[str, dict[str, torch.Tensor]] = {part: {} for part in PARTS}
+        self._device: dict[str, torch.Tensor] = {}
 
     def host(self, half: int) -> dict[str, dict[str, npt.NDArray[Any]]]:
         """Part name to field name to writable host view, in one half of the arena."""
         views = self._host[half]
         if views is None:
-            views = {part: {} for part in PARTS}
+            views = self._host[half] = {part: {} for part in PARTS}
+            if self._rest is not None:
+                views.update(self._rest.host(half))
+                views["prefill"] = {}
             for name, entry in self.layout.entries.items():
                 part, field = name.split(".", 1)
                 views[part][field] = self.arena.host(half, entry)
-            self._host[half] = views
         return views
 
     def tensor(self, part: str, field: str) -> torch.Tensor:
         """Device view of one field."""
-        views = self._device[part]
-        tensor = views.get(field)
+        if self._rest is not None and part != "prefill":
+            return self._rest.tensor(part, field)
+        name = f"{part}.{field}"
+        tensor = self._device.get(name)
         if tensor is None:
-            entry = self.layout.entries.get(f"{part}.{field}")
+            entry = self.layout.entries.get(name)
             if entry is None:
                 raise KeyError(f"this plan's part {part!r} has no field {field!r}")
-            tensor = views[field] = self.arena.on_device(entry)
+            tensor = self._device[name] = self.arena.on_device(entry)
         return tensor
 
 

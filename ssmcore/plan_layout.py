@@ -12,6 +12,8 @@ from ssmcore.plan import PARTS
 from ssmcore.step import Rows
 from ssmcore.strategies import Field, Limits, Selection
 
+_INT32, _BOOL = np.dtype(np.int32), np.dtype(np.bool_)
+
 LayoutFields = Iterator[tuple[str, npt.DTypeLike, tuple[int, ...]]]
 
 
@@ -34,14 +36,14 @@ def row_fields(
         count = (num_decodes,)
         accepted = rows.num_accepted_tokens is not None
         columns = rows.block_table.shape[1] if selection.cache.whole_rows else 1 + drafts
-        yield "decode.state_indices", np.int32, (num_decodes, columns)
-        yield "decode.conv_read_slots", np.int32, count
-        yield "decode.state_read_slots", np.int32, count
+        yield "decode.state_indices", _INT32, (num_decodes, columns)
+        yield "decode.conv_read_slots", _INT32, count
+        yield "decode.state_read_slots", _INT32, count
         written = (num_decodes, 1 + drafts) if accepted and drafts else count
-        yield "decode.write_slots", np.int32, written
+        yield "decode.write_slots", _INT32, written
         if accepted:
-            yield "decode.query_start_loc", np.int32, (num_decodes + 1,)
-            yield "decode.num_accepted_tokens", np.int32, count
+            yield "decode.query_start_loc", _INT32, (num_decodes + 1,)
+            yield "decode.num_accepted_tokens", _INT32, count
     for part, field in declared:
         extent = num_decodes if part == "decode" else rows.num_rows
         if extent:
@@ -55,19 +57,19 @@ def prefill_fields(
     whole_rows = selection.cache.whole_rows
     count = (rows.num_rows,)
     columns = (rows.num_rows, rows.block_table.shape[1]) if whole_rows else count
-    yield "prefill.query_start_loc", np.int32, (rows.num_rows + 1,)
-    yield "prefill.has_initial_states", np.bool_, count
-    yield "prefill.state_indices", np.int32, columns
+    yield "prefill.query_start_loc", _INT32, (rows.num_rows + 1,)
+    yield "prefill.has_initial_states", _BOOL, count
+    yield "prefill.state_indices", _INT32, columns
     if whole_rows:
-        yield "prefill.num_computed_tokens", np.int32, count
+        yield "prefill.num_computed_tokens", _INT32, count
     for name in ("conv_read_slots", "state_read_slots", "write_slots", "last_indices"):
-        yield f"prefill.{name}", np.int32, count
-    yield "prefill.cu_seqlens", np.int32, (sizes.num_chunks + 1,)
-    yield "prefill.seq_idx", np.int32, (sizes.num_chunks,)
-    yield "prefill.batch_ptr", np.int32, (sizes.num_programs,)
-    yield "prefill.token_chunk_offset", np.int32, (sizes.num_programs,)
+        yield f"prefill.{name}", _INT32, count
+    yield "prefill.cu_seqlens", _INT32, (sizes.num_chunks + 1,)
+    yield "prefill.seq_idx", _INT32, (sizes.num_chunks,)
+    yield "prefill.batch_ptr", _INT32, (sizes.num_programs,)
+    yield "prefill.token_chunk_offset", _INT32, (sizes.num_programs,)
     for name in ("write_rows", "write_ends", "write_chunks", "state_write_slots"):
-        yield f"prefill.{name}", np.int32, (num_writes,)
+        yield f"prefill.{name}", _INT32, (num_writes,)
 
 
 def largest_plan_bytes(

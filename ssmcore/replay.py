@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field as Option
 
-from ssmcore.blocks import remainder
+from ssmcore.blocks import constant, remainder
 from ssmcore.step import Rows
 from ssmcore.strategies import (
     BoolArray,
@@ -66,7 +66,7 @@ def ring_cursors(rows: Rows, cache: CacheMode, buffer_len: int) -> Cursors:
     before, after = (None, None) if boundaries is None else boundaries
     steps = _steps_since(rows, before)
     write_pos = remainder(steps, buffer_len)
-    is_flush = write_pos == buffer_len - 1
+    is_flush = write_pos == constant(buffer_len - 1)
     if least(steps) < 0:
         leftover = steps < 0
         write_pos[leftover] = 0

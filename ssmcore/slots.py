@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ssmcore.blocks import constant, counting
 from ssmcore.step import Rows
 from ssmcore.strategies import CacheMode, IntArray
 from ssmcore.validation import SlotConflicts, SlotUse, check_width
@@ -24,9 +25,10 @@ class DecodeSlots:
         conv_read, state_read: (rows,), slots of the conv state and of the last whole SSM state.
         write: (rows,), or (rows, 1 + S) with speculative tokens.
         written: slots that real rows need for writing.
+        read: (kinds, rows), both kinds of slots that rows read, or one where they are the same.
     """
 
-    __slots__ = ("conv_read", "rows", "state_read", "write", "written")
+    __slots__ = ("conv_read", "read", "rows", "state_read", "write", "written")
 
     def __init__(
         self, rows: Rows, cache: CacheMode, num_spec_tokens: int, lag: IntArray | None
@@ -39,25 +41,26 @@ class DecodeSlots:
             tokens = rows.tokens
         else:
             tokens = np.empty((3, rows.num_rows), dtype=np.int64)
-            tokens[:2] = rows.tokens
-            np.subtract(rows.computed, lag, out=tokens[2])
+            tokens[::2] = rows.tokens
+            np.subtract(rows.computed, lag, out=tokens[1])
         columns = cache.column(tokens)
         check_width(columns, 0, rows.block_table.shape[1])
-        index = np.arange(rows.num_rows)
-        self.conv_read, self.write, *lagging = look_up(rows.block_table, index, columns)
-        self.state_read = lagging[0] if lagging else self.conv_read
+        slots = look_up(rows.block_table, counting(rows.num_rows), columns)
+        self.read, self.write = slots[:-1], slots[-1]
+        self.conv_read, self.state_read = slots[0], slots[-2]
         real = rows.num_real
-        self.written = SlotUse(self.write[:real], index[:real])
+        self.written = SlotUse(self.write[:real], counting(real))
 
     def _look_up_drafts(self, cache: CacheMode, num_spec_tokens: int) -> None:
         rows = self.rows
         table = rows.block_table
-        index = np.arange(rows.num_rows)
+        index = counting(rows.num_rows)
         draft = cache.draft_columns(rows)
         accepted = rows.num_accepted_tokens
         read = draft.read_first if accepted is None else draft.read_first + accepted - 1
         check_width(np.stack([read, draft.write_first + num_spec_tokens]), 0, table.shape[1])
         self.conv_read = self.state_read = look_up(table, index, read)
+        self.read = self.conv_read[None]
         writes = draft.write_first[:, None] + np.arange(1 + num_spec_tokens)
         self.write = look_up(table, index[:, None], writes)
         real = rows.num_real
@@ -65,13 +68,6 @@ class DecodeSlots:
         row = index[:real].repeat(counts)
         nth = np.arange(len(row)) - (counts.cumsum() - counts).repeat(counts)
         self.written = SlotUse(look_up(table, row, draft.needed_first[row] + nth), row)
-
-    def read(self) -> list[SlotUse]:
-        """Slots that real rows read."""
-        uses = [_read(self.rows, self.conv_read, 0)]
-        if self.state_read is not self.conv_read:
-            uses.append(_read(self.rows, self.state_read, 0))
-        return uses
 
     def fill(self, cache: CacheMode, out: Mapping[str, npt.NDArray[Any]]) -> None:
         """Fill the slot fields of the part `decode`; padding rows get the null slot."""
@@ -108,7 +104,7 @@ class PrefillSlots:
         columns = cache.column(rows.tokens)
         check_width(columns, num_spec_tokens, table.shape[1])
         self.rows = rows
-        self.read, self.write = look_up(table, np.arange(rows.num_rows), columns)
+        self.read, self.write = look_up(table, counting(rows.num_rows), columns)
         self.write_rows, self.write_tokens = cache.state_writes(rows)
         self.write_slots = look_up(table, self.write_rows, cache.column(self.write_tokens))
 
@@ -134,28 +130,33 @@ def check_slots(
         StepError: `null_slot` or `slot_conflict`, naming the row.
     """
     writes: list[SlotUse] = []
-    reads: list[SlotUse] = []
-    num_rows = num_decodes
+    uses: list[SlotUse] = []
     if decode is not None:
         writes.append(decode.written)
-        reads += decode.read()
+        uses += _uses(decode.rows, decode.read, 0, decode.written)
     if prefill is not None:
-        num_rows += prefill.rows.num_rows
-        writes.append(SlotUse(prefill.write_slots, prefill.write_rows + num_decodes))
-        reads.append(_read(prefill.rows, prefill.read, num_decodes))
-    conflicts.check(writes, reads, num_rows, top)
+        written = SlotUse(prefill.write_slots, prefill.write_rows + num_decodes)
+        writes.append(written)
+        uses += _uses(prefill.rows, prefill.read[None], num_decodes, written)
+    conflicts.check(writes, uses, top)
 
 
 def look_up(table: npt.NDArray[Any], rows: IntArray, columns: IntArray) -> IntArray:
     """`table[rows, columns]` as int64, by flat offsets: two index arrays cost far more than one."""
-    return table.reshape(-1).take(rows * table.shape[1] + columns).astype(np.int64, copy=False)
+    offsets = rows * constant(table.shape[1]) + columns
+    slots: IntArray = table.reshape(-1).take(offsets).astype(np.int64, copy=False)
+    return slots
 
 
-def _read(rows: Rows, slots: IntArray, first_row: int) -> SlotUse:
-    """The slots that real rows with prior tokens read, with their row numbers in the step."""
+def _uses(rows: Rows, read: IntArray, first_row: int, written: SlotUse) -> list[SlotUse]:
+    """Slots that real rows with prior tokens read, and those that are written."""
     real = rows.num_real
-    index = np.arange(first_row, first_row + real)
+    index = counting(first_row + real)[first_row:]
+    if real < rows.num_rows:
+        read = read[:, :real]
     if rows.all_have_prior:
-        return SlotUse(slots[:real], index)
+        return [SlotUse(read, index), written]
     with_prior = rows.computed[:real] > 0
-    return SlotUse(slots[:real][with_prior], index[with_prior])
+    if not np.count_nonzero(with_prior):
+        return [written]
+    return [SlotUse(read[:, with_prior], index[with_prior]), written]

@@ -23,6 +23,7 @@ MAX_STEP_TOKENS = 2**31 - 1
 _DENSE_SLOTS = 2**22
 """Beyond it an array over all slots would cost too much memory."""
 
+_UNOWNED = -1
 _NOBODY = 2**62
 """Owner of the null slot: whoever names it is refused."""
 
@@ -158,9 +159,9 @@ def check_padding(rows: Rows, num_decodes: int) -> None:
 
 def check_decodable(rows: Rows, num_decodes: int, reason: str) -> None:
     """Refuse a decoding row that was classed as a prefill where the prefill path would be wrong."""
-    behind = ~rows.is_prefilling[num_decodes:]
-    if behind.any():
-        row = num_decodes + _first(behind)
+    flags = rows.is_prefilling[num_decodes:]
+    if np.count_nonzero(flags) < len(flags):
+        row = num_decodes + _first(~flags)
         raise StepError(
             "row_order",
             f"row {row} is decoding but would run as a prefill ({reason}); schedule decodes first,"
@@ -205,47 +206,46 @@ class SlotUse(NamedTuple):
 
 
 class SlotConflicts:
-    """Finds null slots, and slots that one row writes and another row reads or writes.
-
-    An array over all slots remembers who wrote each one last: the row's number plus a count that
-    grows from step to step, so that nothing has to be cleared in between.
-    """
+    """Finds null slots, and slots that one row writes and another row reads or writes."""
 
     def __init__(self) -> None:
-        self._owner = np.zeros(1024, dtype=np.int64)
-        self._before = 1
+        self._owner = np.full(1024, _UNOWNED, dtype=np.int64)
 
-    def check(
-        self, writes: Sequence[SlotUse], reads: Sequence[SlotUse], num_rows: int, top: int
-    ) -> None:
+    def check(self, writes: Sequence[SlotUse], uses: Sequence[SlotUse], top: int) -> None:
         """Raise `StepError` (`null_slot`, `slot_conflict`) naming the row of the first conflict.
 
-        `top` is a bound of all slots. A read may repeat a write of its own row.
+        `uses` are all slots that rows read or write, those of `writes` among them; `top` bounds
+        them.
         """
         if top >= _DENSE_SLOTS:
-            _refuse_shared(writes, reads)
+            _refuse_shared(writes, uses)
             return
-        if top >= len(self._owner):
-            self._owner = np.zeros(max(top + 1, 2 * len(self._owner)), dtype=np.int64)
-        before = self._before
-        self._before += num_rows
+        owner = self._owner
+        if top >= len(owner):
+            size = max(top + 1, 2 * len(owner))
+            owner = self._owner = np.full(size, _UNOWNED, dtype=np.int64)
         for use in writes:
-            self._owner[use.slots] = use.rows + before
-        self._owner[0] = _NOBODY
-        for use in (*writes, *reads):
-            owners = self._owner.take(use.slots)
-            foreign = owners != use.rows + before
-            foreign &= owners >= before
-            if np.count_nonzero(foreign):
-                _refuse_shared(writes, reads)
+            owner[use.slots] = use.rows
+        owner[0] = _NOBODY
+        sound = all(_sound(owner.take(use.slots), use.rows) for use in uses)
+        for use in writes:
+            owner[use.slots] = _UNOWNED
+        if not sound:
+            _refuse_shared(writes, uses)
 
 
-def _refuse_shared(writes: Sequence[SlotUse], reads: Sequence[SlotUse]) -> None:
+def _sound(owners: IntArray, rows: IntArray) -> bool:
+    """Whether slots are their rows' own or nobody's; most are their own."""
+    foreign = owners != rows
+    return not np.count_nonzero(foreign) or owners[foreign].max() == _UNOWNED
+
+
+def _refuse_shared(writes: Sequence[SlotUse], uses: Sequence[SlotUse]) -> None:
     """Name the first null slot, else the first slot that two rows share, if there is one."""
     slots, rows = _flat(writes)
-    read_slots, read_rows = _flat(reads)
+    used, used_rows = _flat(uses)
     _check_not_null(slots, rows, "write its state to")
-    _check_not_null(read_slots, read_rows, "read its state from")
+    _check_not_null(used, used_rows, "read its state from")
     known, nth = np.unique(slots, return_inverse=True)
     owner = np.empty(len(known), dtype=np.int64)
     owner[nth] = rows
@@ -255,11 +255,11 @@ def _refuse_shared(writes: Sequence[SlotUse], reads: Sequence[SlotUse]) -> None:
         at = _first(clash)
         first, second = sorted((int(rows[at]), int(owners[at])))
         _refuse_slot(slots[at], second, first, "writes")
-    at_known = np.minimum(np.searchsorted(known, read_slots), len(known) - 1)
-    foreign = (known[at_known] == read_slots) & (owner[at_known] != read_rows)
+    at_known = np.minimum(np.searchsorted(known, used), len(known) - 1)
+    foreign = (known[at_known] == used) & (owner[at_known] != used_rows)
     if foreign.any():
         at = _first(foreign)
-        _refuse_slot(read_slots[at], read_rows[at], owner[at_known[at]], "reads")
+        _refuse_slot(used[at], used_rows[at], owner[at_known[at]], "reads")
 
 
 def _flat(uses: Sequence[SlotUse]) -> tuple[IntArray, IntArray]:
