@@ -7,14 +7,19 @@ without a device; whatever is wrong with it becomes its own error object.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from ssmcore.errors import SsmcoreError, StepError
 from ssmcore.jsonlines import JsonLineError, Line, parse_line
 from ssmcore.pipeline import Pipeline
 from ssmcore.plan import StepPlan
+from ssmcore.registry import Registry
+from ssmcore.selection import select
+from ssmcore.settings import Settings
+from ssmcore.settings_sources import Source, file_source, override_source
 from ssmcore.step import Step
 
 MAX_PLAN_BYTES = 2**26
@@ -54,6 +59,29 @@ class Planner:
 
         self._pipeline = lru_cache(_KEPT_PIPELINES)(of_text)
 
+    @classmethod
+    def with_defaults(cls, config: Path | None = None, overrides: Sequence[str] = ()) -> Planner:
+        """A planner whose cases' settings stand above a file's and below `KEY=VALUE` overrides.
+
+        Neither `ssmcore.toml` nor the environment is read: a case means the same everywhere.
+
+        Raises:
+            SsmcoreError: the file or an override is bad, or a plugin is.
+        """
+        below = [] if config is None else [file_source(config)]
+        above = [override_source(overrides)] if overrides else []
+        Settings.from_sources([*below, *above])
+        registry = Registry.load()
+
+        def pipeline_of(settings: Mapping[str, Any]) -> Pipeline:
+            sources = [*below, Source("settings", dict(settings)), *above]
+            selection = select(Settings.from_sources(sources), registry)
+            return Pipeline(
+                selection, observers=registry.observers(), max_plan_bytes=MAX_PLAN_BYTES
+            )
+
+        return cls(pipeline_of)
+
     def plan(self, case: Case) -> StepPlan:
         """The plan of a case.
 
@@ -63,14 +91,19 @@ class Planner:
         pipeline = self._pipeline(json.dumps(case.settings, sort_keys=True))
         return pipeline.plan(Step.from_dict(case.step))
 
-    def answer(self, line: Line) -> dict[str, Any]:
-        """The output object of one input line: its `id`, and its `plan` or its `error`."""
+    def answer(
+        self, line: Line, show: Callable[[StepPlan], Any] = StepPlan.to_dict
+    ) -> dict[str, Any]:
+        """The output object of one input line: its `id`, and its `plan` or its `error`.
+
+        `show` makes of a plan what is put under `plan`.
+        """
         name: Any = None
         try:
             value = _object(line)
             name = value.get("id")
             json.dumps(name)  # what could be read may still be too deep to write
-            return {"id": name, "plan": self.plan(case_of(value)).to_dict()}
+            return {"id": name, "plan": show(self.plan(case_of(value)))}
         except JsonLineError as error:
             if isinstance(error.value, dict):
                 name = error.value.get("id")

@@ -23,9 +23,10 @@ _NONE = "-"
 
 @dataclass(frozen=True, slots=True)
 class RowStory:
-    """One row of a step in words; "-" where nothing applies.
+    """One row of a step in words, or all its padding rows; "-" where nothing applies.
 
     Attributes:
+        row: its number, or "first..last" of the padding rows.
         kind: "decode", "prefill" or "padding".
         tokens: those of this step, as "first..last" of the row's sequence, and their count.
         conv_read, state_read, writes: slots.
@@ -33,7 +34,7 @@ class RowStory:
         flush: whether the whole state is written, and why.
     """
 
-    row: int
+    row: str
     kind: str
     why: str
     tokens: str
@@ -44,15 +45,25 @@ class RowStory:
     flush: str
 
 
+@dataclass(frozen=True, slots=True)
+class StepStory:
+    """A step in words: a sentence a line, and its rows."""
+
+    lines: tuple[str, ...]
+    rows: tuple[RowStory, ...]
+
+
+def explain(plan: StepPlan) -> StepStory:
+    """The whole plan in words."""
+    return StepStory(tuple(explain_step(plan)), tuple(explain_rows(plan)))
+
+
 def explain_rows(plan: StepPlan) -> Iterator[RowStory]:
-    """Every row of a plan, in order."""
+    """Every row of a plan, in order; the padding rows at its end as one."""
     rows = plan.rows
     flush_reasons = _flush_reasons(plan) if plan.decode is not None else []
-    for row in range(rows.num_rows):
+    for row in range(rows.num_real):
         index = row - (0 if row < plan.num_decodes else plan.num_decodes)
-        if rows.query_lens[row] == 0:
-            yield _padding(plan, row)
-            continue
         computed, after = int(rows.computed[row]), int(rows.seq_lens[row])
         count = after - computed
         tokens = f"{computed}..{after - 1} ({count})"
@@ -67,7 +78,7 @@ def explain_rows(plan: StepPlan) -> Iterator[RowStory]:
         if part is None:
             raise ValueError(f"the plan has no part for row {row}")
         yield RowStory(
-            row,
+            str(row),
             *story,
             tokens,
             *_reads(part, index, has_prior=computed > 0),
@@ -75,6 +86,8 @@ def explain_rows(plan: StepPlan) -> Iterator[RowStory]:
             cursor,
             flush,
         )
+    if rows.num_real < rows.num_rows:
+        yield _padding(plan)
 
 
 def explain_step(plan: StepPlan) -> list[str]:
@@ -103,16 +116,17 @@ def explain_step(plan: StepPlan) -> list[str]:
     return lines
 
 
-def _padding(plan: StepPlan, row: int) -> RowStory:
+def _padding(plan: StepPlan) -> RowStory:
+    first, last = plan.rows.num_real, plan.rows.num_rows - 1
     return RowStory(
-        row,
+        str(first) if first == last else f"{first}..{last}",
         "padding",
         "no token is scheduled: it touches no slot",
         _NONE,
         _NONE,
         _NONE,
         _NONE,
-        _cursor(plan, row) if row < plan.num_decodes else _NONE,
+        _cursor(plan, first) if first < plan.num_decodes else _NONE,
         "no",
     )
 

@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from ssmcore import __version__
-from ssmcore.cli import config, plugins
+from ssmcore.cli import config, plan, plugins
 from ssmcore.errors import SsmcoreError
 
 
@@ -63,3 +63,4 @@ def _root(
 
 app.add_typer(config.app, name="config")
 app.add_typer(plugins.app, name="plugins")
+app.command("plan")(plan.plan)
