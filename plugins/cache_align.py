@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 from pydantic import Field as Option
 
-from ssmcore.blocks import block_start, column_after
+from ssmcore.blocks import block_start, column_after, counting
 from ssmcore.hookspecs import hookimpl
 from ssmcore.step import Rows
 from ssmcore.strategies import (
@@ -73,7 +72,7 @@ class AlignCache:
 
     def state_writes(self, rows: Rows) -> tuple[IntArray, IntArray]:
         """Each row's last state."""
-        return np.arange(rows.num_rows), rows.seq_lens
+        return counting(rows.num_rows), rows.seq_lens
 
     def draft_columns(self, rows: Rows) -> DraftColumns:
         """Columns `b..b + S` of the running block `b`, before the step and after it."""

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ssmcore.blocks import counting
 from ssmcore.hookspecs import hookimpl
 from ssmcore.step import Rows
 from ssmcore.strategies import (
@@ -54,7 +55,7 @@ class NoCache:
 
     def state_writes(self, rows: Rows) -> tuple[IntArray, IntArray]:
         """Each row's last state."""
-        return np.arange(rows.num_rows), rows.seq_lens
+        return counting(rows.num_rows), rows.seq_lens
 
     def draft_columns(self, rows: Rows) -> DraftColumns:
         """Columns `0..S`, before the step and after it."""

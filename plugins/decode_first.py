@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from ssmcore.blocks import constant
 from ssmcore.hookspecs import hookimpl
 from ssmcore.step import Rows
 from ssmcore.strategies import (
@@ -41,13 +42,13 @@ class DecodeFirst:
         lens = rows.query_lens
         if lens.item(lens.argmax()) <= most and not np.count_nonzero(rows.is_prefilling):
             return rows.num_rows
-        promoted = lens == 1
+        promoted = lens == constant(1)
         if rows.num_draft_tokens is not None:
             drafts = rows.num_draft_tokens
             promoted |= (drafts >= 0) & (lens == drafts + 1)
-        promoted &= rows.computed > 0
-        prefill_like = (lens > most) | (rows.is_prefilling & ~promoted)
-        prefill_like &= lens > 0
+        promoted &= rows.computed > constant(0)
+        prefill_like = (lens > constant(most)) | (rows.is_prefilling & ~promoted)
+        prefill_like &= lens > constant(0)
         first = int(prefill_like.argmax())
         return first if prefill_like[first] else rows.num_rows
 

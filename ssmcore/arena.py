@@ -42,12 +42,11 @@ class Layout:
     __slots__ = ("entries", "nbytes")
 
     def __init__(
-        self, fields: Iterable[tuple[str, npt.DTypeLike, tuple[int, ...]]], start: int = 0
+        self, fields: Iterable[tuple[str, np.dtype[Any], tuple[int, ...]]], start: int = 0
     ):
         self.entries: dict[str, Entry] = {}
         offset = start
-        for name, kind, shape in fields:
-            dtype = np.dtype(kind)
+        for name, dtype, shape in fields:
             self.entries[name] = Entry(offset, dtype, shape)
             offset += -(-dtype.itemsize * prod(shape) // ALIGNMENT) * ALIGNMENT
         self.nbytes = offset

@@ -8,6 +8,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 import numpy as np
+import numpy.typing as npt
 
 from ssmcore.strategies import IntArray
 
@@ -24,15 +25,21 @@ def constant(value: int) -> IntArray:
 
 
 def counting(stop: int) -> IntArray:
-    """0, 1, 2... below `stop`; a read-only view of one array that grows when it must."""
-    global _counting
-    if stop > len(_counting):
-        _counting = np.arange(max(stop, 2 * len(_counting)))
-        _counting.flags.writeable = False
-    return _counting[:stop]
+    """0, 1, 2... below `stop`, int64, read-only."""
+    return _counts[:stop] if stop <= _MOST_COUNTS else np.arange(stop)
 
 
-_counting: IntArray = np.arange(0)
+def counting32(stop: int) -> npt.NDArray[np.int32]:
+    """0, 1, 2... below `stop`, int32, read-only."""
+    return _counts32[:stop] if stop <= _MOST_COUNTS else np.arange(stop, dtype=np.int32)
+
+
+_MOST_COUNTS = 2**16
+"""Longer sequences are made when they are wanted."""
+
+_counts: IntArray = np.arange(_MOST_COUNTS)
+_counts32 = np.arange(_MOST_COUNTS, dtype=np.int32)
+_counts.flags.writeable = _counts32.flags.writeable = False
 
 
 def quotient(values: IntArray, divisor: int) -> IntArray:
@@ -71,5 +78,5 @@ def crossed_boundaries(
     counts = quotient(seq_lens + (block_size - 1), block_size) - first
     ends = counts.cumsum()
     row = counting(len(counts)).repeat(counts)
-    nth = np.arange(len(row)) - (ends - counts - 1).repeat(counts)
+    nth = counting(len(row)) - (ends - counts - 1).repeat(counts)
     return row, np.minimum((first[row] + nth) * block_size, seq_lens[row])

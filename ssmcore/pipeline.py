@@ -20,9 +20,9 @@ from ssmcore.errors import StepError
 from ssmcore.observers import Observer
 from ssmcore.plan import DecodePlan, Part, PrefillPlan, StepPlan, Views
 from ssmcore.plan_layout import (
+    chunk_fields,
     declared_fields,
     largest_plan_bytes,
-    prefill_fields,
     row_fields,
 )
 from ssmcore.slots import DecodeSlots, PrefillSlots, check_slots
@@ -189,8 +189,8 @@ class Pipeline:
         check_slots(decode_slots, prefill_slots, num_decodes, self._conflicts, top)
 
         decode_part = prefill_part = None
-        num_tokens = int(rows.query_start_loc[-1])
-        num_decode_tokens = int(rows.query_start_loc[num_decodes])
+        num_tokens = rows.query_start_loc.item(-1)
+        num_decode_tokens = rows.query_start_loc.item(num_decodes)
         if decodes is not None and decode_slots is not None:
             _fill_decode(decodes, decode_slots, cache, host["decode"], padding_accepted)
             decode_part = DecodePlan(views, host["decode"], num_decodes, num_decode_tokens)
@@ -203,7 +203,7 @@ class Pipeline:
                 out,
                 num_rows=prefills.num_rows,
                 num_tokens=num_tokens - num_decode_tokens,
-                max_query_len=int(prefills.query_lens.max()),
+                max_query_len=prefills.query_lens.item(prefills.query_lens.argmax()),
                 num_state_writes=len(prefill_slots.write_rows) - prefills.num_rows,
             )
         self._fill_declared(rows, host)
@@ -279,7 +279,7 @@ class Pipeline:
     ) -> tuple[Views, tuple[int, ...]]:
         """Views for a step, and the plan's key.
 
-        Those of all but the prefill part are kept, since they depend on few numbers.
+        Those of all but chunks and written states are kept, since they depend on few numbers.
         """
         accepted = rows.num_accepted_tokens is not None
         key = (rows.num_rows, rows.block_table.shape[1], int(accepted), group)
@@ -293,8 +293,7 @@ class Pipeline:
         if prefill_slots is None or sizes is None:
             return views, key
         num_writes = len(prefill_slots.write_rows)
-        fields = prefill_fields(prefill_slots.rows, sizes, num_writes, self.selection)
-        layout = Layout(fields, start=views.layout.nbytes)
+        layout = Layout(chunk_fields(sizes, num_writes), start=views.layout.nbytes)
         arena = self._arena(group, layout.nbytes)
         if arena is not views.arena:
             views = Views(arena, views.layout)
@@ -315,7 +314,7 @@ class Pipeline:
 
     def _check_plan_size(self, rows: Rows, prefills: Rows) -> None:
         """Refuse a step whose metadata alone would not fit in memory."""
-        tokens = int(prefills.query_start_loc[-1])
+        tokens = prefills.query_start_loc.item(-1)
         finest = min(self.limits.chunk_size, self.selection.cache.block_size or 8, 8)
         if tokens // finest * 24 > self._max_plan_bytes:
             raise StepError(

@@ -27,7 +27,7 @@ class Views:
     """Host and device views of one layout in one arena, made once and kept while the layout is.
 
     Args:
-        rest: views of the parts that this layout leaves out; they stand before it.
+        rest: views of a layout that stands before this one; together they are all of the plan.
     """
 
     __slots__ = ("_device", "_host", "_rest", "arena", "layout")
@@ -43,10 +43,8 @@ class Views:
         """Part name to field name to writable host view, in one half of the arena."""
         views = self._host[half]
         if views is None:
-            views = self._host[half] = {part: {} for part in PARTS}
-            if self._rest is not None:
-                views.update(self._rest.host(half))
-                views["prefill"] = {}
+            before = {} if self._rest is None else self._rest.host(half)
+            views = self._host[half] = {part: dict(before.get(part, ())) for part in PARTS}
             for name, entry in self.layout.entries.items():
                 part, field = name.split(".", 1)
                 views[part][field] = self.arena.host(half, entry)
@@ -54,14 +52,14 @@ class Views:
 
     def tensor(self, part: str, field: str) -> torch.Tensor:
         """Device view of one field."""
-        if self._rest is not None and part != "prefill":
-            return self._rest.tensor(part, field)
         name = f"{part}.{field}"
         tensor = self._device.get(name)
         if tensor is None:
             entry = self.layout.entries.get(name)
             if entry is None:
-                raise KeyError(f"this plan's part {part!r} has no field {field!r}")
+                if self._rest is None:
+                    raise KeyError(f"this plan's part {part!r} has no field {field!r}")
+                return self._rest.tensor(part, field)
             tensor = self._device[name] = self.arena.on_device(entry)
         return tensor
 

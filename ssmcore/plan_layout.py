@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ssmcore.chunks import PrefillSizes
 from ssmcore.plan import PARTS
@@ -14,7 +14,7 @@ from ssmcore.strategies import Field, Limits, Selection
 
 _INT32, _BOOL = np.dtype(np.int32), np.dtype(np.bool_)
 
-LayoutFields = Iterator[tuple[str, npt.DTypeLike, tuple[int, ...]]]
+LayoutFields = Iterator[tuple[str, np.dtype[Any], tuple[int, ...]]]
 
 
 def declared_fields(selection: Selection) -> list[tuple[str, Field]]:
@@ -30,12 +30,13 @@ def declared_fields(selection: Selection) -> list[tuple[str, Field]]:
 def row_fields(
     rows: Rows, num_decodes: int, selection: Selection, declared: list[tuple[str, Field]]
 ) -> LayoutFields:
-    """All but the prefill part; sizes depend on row counts and the block table's width alone."""
+    """Fields whose sizes depend on row counts and the block table's width alone."""
     drafts = selection.limits.num_spec_tokens
+    whole_rows, width = selection.cache.whole_rows, rows.block_table.shape[1]
     if num_decodes:
         count = (num_decodes,)
         accepted = rows.num_accepted_tokens is not None
-        columns = rows.block_table.shape[1] if selection.cache.whole_rows else 1 + drafts
+        columns = width if whole_rows else 1 + drafts
         yield "decode.state_indices", _INT32, (num_decodes, columns)
         yield "decode.conv_read_slots", _INT32, count
         yield "decode.state_read_slots", _INT32, count
@@ -47,23 +48,21 @@ def row_fields(
     for part, field in declared:
         extent = num_decodes if part == "decode" else rows.num_rows
         if extent:
-            yield f"{part}.{field.name}", field.dtype, (extent, *field.shape)
+            yield f"{part}.{field.name}", np.dtype(field.dtype), (extent, *field.shape)
+    num_prefills = rows.num_rows - num_decodes
+    if num_prefills:
+        count = (num_prefills,)
+        yield "prefill.query_start_loc", _INT32, (num_prefills + 1,)
+        yield "prefill.has_initial_states", _BOOL, count
+        yield "prefill.state_indices", _INT32, (num_prefills, width) if whole_rows else count
+        if whole_rows:
+            yield "prefill.num_computed_tokens", _INT32, count
+        for name in ("conv_read_slots", "state_read_slots", "write_slots", "last_indices"):
+            yield f"prefill.{name}", _INT32, count
 
 
-def prefill_fields(
-    rows: Rows, sizes: PrefillSizes, num_writes: int, selection: Selection
-) -> LayoutFields:
-    """The prefill part for the step's prefill rows."""
-    whole_rows = selection.cache.whole_rows
-    count = (rows.num_rows,)
-    columns = (rows.num_rows, rows.block_table.shape[1]) if whole_rows else count
-    yield "prefill.query_start_loc", _INT32, (rows.num_rows + 1,)
-    yield "prefill.has_initial_states", _BOOL, count
-    yield "prefill.state_indices", _INT32, columns
-    if whole_rows:
-        yield "prefill.num_computed_tokens", _INT32, count
-    for name in ("conv_read_slots", "state_read_slots", "write_slots", "last_indices"):
-        yield f"prefill.{name}", _INT32, count
+def chunk_fields(sizes: PrefillSizes, num_writes: int) -> LayoutFields:
+    """Fields of the prefill part whose sizes differ from step to step."""
     yield "prefill.cu_seqlens", _INT32, (sizes.num_chunks + 1,)
     yield "prefill.seq_idx", _INT32, (sizes.num_chunks,)
     yield "prefill.batch_ptr", _INT32, (sizes.num_programs,)

@@ -156,7 +156,7 @@ def _uses(rows: Rows, read: IntArray, first_row: int, written: SlotUse) -> list[
         read = read[:, :real]
     if rows.all_have_prior:
         return [SlotUse(read, index), written]
-    with_prior = rows.computed[:real] > 0
+    with_prior = rows.computed[:real] > constant(0)
     if not np.count_nonzero(with_prior):
         return [written]
     return [SlotUse(read[:, with_prior], index[with_prior]), written]

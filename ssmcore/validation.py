@@ -33,8 +33,8 @@ def check_rows(rows: Rows, limits: Limits) -> None:
 
     Raises:
         StepError: `empty`, `query_start_loc`, `max_num_seqs`, `padding`, `seq_len`,
-            `max_model_len`, `num_accepted_tokens`, `num_draft_tokens`, `decode_base` or
-            `too_many_tokens`.
+            `max_model_len`, `num_accepted_tokens`, `num_draft_tokens`, `decode_base`,
+            `prev_last_scheduled_block` or `too_many_tokens`.
     """
     num_rows = rows.num_rows
     if num_rows == 0:
