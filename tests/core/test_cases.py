@@ -154,6 +154,7 @@ def test_bad_settings_are_refused_by_name(planner, settings, code, message):
         ({"num_accepted_tokens": [2]}, "num_accepted_tokens"),
         ({"num_draft_tokens": [1]}, "num_draft_tokens"),
         ({"decode_base": [-1]}, "decode_base"),
+        ({"prev_last_scheduled_block": [2**63 - 1]}, "prev_last_scheduled_block"),
     ],
 )
 def test_a_bad_step_is_refused_with_its_code(planner, changes, code):
