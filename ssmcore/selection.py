@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from inspect import get_annotations
 from typing import Any
 
-from pydantic import ValidationError
-
+from ssmcore.device import resolve_device
 from ssmcore.errors import (
     CombinationError,
+    PluginError,
     SettingsError,
     SsmcoreError,
     UnavailableError,
@@ -20,7 +21,11 @@ from ssmcore.registry import Registered, Registry
 from ssmcore.settings import Settings
 from ssmcore.strategies import (
     SLOTS,
+    BatchClassifier,
+    CacheMode,
     CreateContext,
+    DecodeAlgorithm,
+    GraphPadding,
     Limits,
     MixerShape,
     Selection,
@@ -32,6 +37,25 @@ STATIC_DECODE = "baseline"
 """What plans are made with when no decode algorithm is named; running takes the best there is."""
 
 DEFAULT_CHUNK_SIZE = 256
+
+_PROTOCOLS: dict[Slot, type] = {
+    "classifier": BatchClassifier,
+    "cache": CacheMode,
+    "decode": DecodeAlgorithm,
+    "graph": GraphPadding,
+}
+
+
+def _members(protocol: type) -> tuple[str, ...]:
+    """Names of the methods and attributes that a protocol asks for."""
+    names: dict[str, None] = {}
+    for base in protocol.__mro__:
+        if base.__module__ == protocol.__module__:
+            names |= dict.fromkeys([*get_annotations(base), *vars(base)])
+    return tuple(sorted(name for name in names if not name.startswith("_")))
+
+
+_MEMBERS = {slot: _members(protocol) for slot, protocol in _PROTOCOLS.items()}
 
 
 def select(
@@ -47,7 +71,7 @@ def select(
 
     Args:
         running: False plans only: nothing is asked about this machine.
-        device: "cpu" or "cuda", when running.
+        device: where to run, "cpu", "cuda" or "cuda:N"; None takes `engine.device`.
         mixer: the model's mixer sizes, when running.
         chunk_size: the model's chunk size; `model.chunk_size` or 256 if None.
 
@@ -55,7 +79,12 @@ def select(
         UnknownStrategyError, UnknownOptionError, SettingsError: a name or an option.
         UnavailableError: a strategy cannot run on this machine.
         CombinationError: two settings cannot live together.
+        PluginError: a plugin fails to create its strategy, or creates something else.
     """
+    if not running:
+        device = None
+    elif device is None:
+        device = resolve_device(settings.engine.device)
     engine = settings.engine
     limits = Limits(
         max_num_seqs=engine.max_num_seqs,
@@ -69,14 +98,13 @@ def select(
         name = getattr(settings, slot).name
         if name is not None:
             chosen[slot] = registry.get(slot, name)
-            if running:
-                _refuse_unavailable(slot, chosen[slot], device or "cpu")
-    if "decode" in chosen:
-        return _build(settings, chosen, limits, running, device, mixer)
-    if not running:
+            if device is not None:
+                _refuse_unavailable(slot, chosen[slot], device)
+    if device is not None and "decode" not in chosen:
+        return _best(settings, registry, chosen, limits, device, mixer)
+    if "decode" not in chosen:
         chosen["decode"] = registry.get("decode", STATIC_DECODE)
-        return _build(settings, chosen, limits, running, device, mixer)
-    return _best(settings, registry, chosen, limits, device or "cpu", mixer)
+    return _build(settings, registry, chosen, limits, device, mixer)
 
 
 def _best(
@@ -88,32 +116,38 @@ def _best(
     mixer: MixerShape | None,
 ) -> Selection:
     """The most preferred decode algorithm that runs here and that everyone accepts."""
-    passed_over = []
+    refusals: list[SsmcoreError] = []
+    passed_over: list[str] = []
     ranked = sorted(registry.records("decode"), key=lambda entry: -entry.record.preference)
     for entry in ranked:
         name = entry.record.name
-        reason = entry.record.unavailable(device)
+        reason = entry.unavailable(device)
         if reason is None:
             try:
                 selection = _build(
-                    settings, {**chosen, "decode": entry}, limits, True, device, mixer
+                    settings, registry, {**chosen, "decode": entry}, limits, device, mixer
                 )
             except SsmcoreError as error:
+                refusals.append(error)
                 reason = str(error)
             else:
                 note = f"decode.name is not set: {name} is the best that runs here"
                 return replace(selection, notes=(note, *passed_over, *selection.notes))
         passed_over.append(f"not {name}: {reason}")
-    raise UnavailableError(
+    if refusals and len({str(error) for error in refusals}) == 1:
+        raise refusals[0]  # no decode algorithm is at fault
+    kinds = {type(error) for error in refusals}
+    kind = kinds.pop() if len(kinds) == 1 else SettingsError if refusals else UnavailableError
+    raise kind(
         "decode.name is not set and no decode algorithm can run here:\n" + "\n".join(passed_over)
     )
 
 
 def _build(
     settings: Settings,
+    registry: Registry,
     chosen: Mapping[Slot, Registered],
     limits: Limits,
-    running: bool,
     device: str | None,
     mixer: MixerShape | None,
 ) -> Selection:
@@ -121,20 +155,26 @@ def _build(
     objects: dict[str, Any] = {}
     notes: list[str] = []
     for slot in SLOTS:
-        options, left_out = validated_options(settings, slot, chosen[slot])
-        objects[slot] = chosen[slot].record.create(options, context)
+        options, left_out = validated_options(settings, registry, slot, chosen[slot])
+        objects[slot] = _create(slot, chosen[slot], options, context)
         notes += left_out
     selection = Selection(
         **objects,
         names={slot: chosen[slot].record.name for slot in SLOTS},
         limits=limits,
-        running=running,
-        device=device if running else None,
-        mixer=mixer if running else None,
+        running=device is not None,
+        device=device,
+        mixer=mixer if device is not None else None,
         notes=tuple(notes),
     )
     for slot in SLOTS:
-        conflict = objects[slot].check(selection)
+        try:
+            conflict = objects[slot].check(selection)
+        except Exception as error:  # a stranger's strategy may raise anything
+            raise PluginError(
+                f"{slot}.name = {chosen[slot].record.name!r} of {chosen[slot].origin}: check:"
+                f" {type(error).__name__}: {error}"
+            ) from error
         if conflict is not None:
             raise CombinationError(
                 f"{conflict.setting} cannot go with {conflict.other}: {conflict.reason};"
@@ -143,8 +183,28 @@ def _build(
     return selection
 
 
+def _create(
+    slot: Slot, entry: Registered, options: StrategyOptions, context: CreateContext
+) -> object:
+    """One strategy object that answers all that its protocol asks."""
+    where = f"{slot}.name = {entry.record.name!r} of {entry.origin}"
+    try:
+        strategy = entry.record.create(options, context)
+    except SsmcoreError:
+        raise
+    except Exception as error:  # a stranger's strategy may raise anything
+        raise PluginError(f"{where} cannot be created: {type(error).__name__}: {error}") from error
+    missing = [name for name in _MEMBERS[slot] if not hasattr(strategy, name)]
+    if missing:
+        raise PluginError(
+            f"{where}: {strategy!r:.80} lacks {', '.join(missing)};"
+            f" it must implement ssmcore.strategies.{_PROTOCOLS[slot].__name__}"
+        )
+    return strategy
+
+
 def validated_options(
-    settings: Settings, slot: Slot, entry: Registered
+    settings: Settings, registry: Registry, slot: Slot, entry: Registered
 ) -> tuple[StrategyOptions, list[str]]:
     """The strategy's options, and a line for each that a replaced strategy left behind.
 
@@ -155,33 +215,41 @@ def validated_options(
         UnknownOptionError, SettingsError: an option is unknown or has a wrong value.
     """
     model = entry.record.options
-    given = getattr(settings, slot).options
-    known = {key: value for key, value in given.items() if key in model.model_fields}
+    name_source = settings.source_of(f"{slot}.name")
     left_out = []
-    for key in given.keys() - known.keys():
+    for key in getattr(settings, slot).options:
+        if key in model.model_fields:
+            continue
         dotted = f"{slot}.{key}"
         source = settings.source_of(dotted)
         if settings.rank_of(dotted) >= settings.rank_of(f"{slot}.name"):
+            others = [
+                other.record.name
+                for other in registry.records(slot)
+                if key in other.record.options.model_fields
+            ]
+            if others:
+                hint = f"; {', '.join(others)} would take it"
+            else:
+                hint = nearest(key, _keys(slot, model))
             raise UnknownOptionError(
                 f"{source}: {dotted} is no option of {slot}.name = {entry.record.name!r}"
-                f"{nearest(key, model.model_fields)}"
+                f" ({name_source}){hint}"
             )
         left_out.append(
-            f"{dotted} ({source}) is left out: {entry.record.name!r}"
-            f" ({settings.source_of(f'{slot}.name')}) has no such option"
+            f"{dotted} ({source}) is left out: {entry.record.name!r} ({name_source}) has no such"
+            " option"
         )
-    try:
-        return model.model_validate(known), left_out
-    except ValidationError as error:
-        fault = error.errors(include_url=False)[0]
-        dotted = ".".join([slot, *map(str, fault["loc"])])
-        raise SettingsError(
-            f"{settings.source_of(dotted)}: {dotted} = {fault.get('input')!r:.80}: {fault['msg']}"
-        ) from None
+    return settings.options_of(slot, model), left_out
+
+
+def _keys(slot: Slot, model: type[StrategyOptions]) -> list[str]:
+    """All keys of a slot's section."""
+    return [*type(Settings.model_fields[slot].default).model_fields, *model.model_fields]
 
 
 def _refuse_unavailable(slot: Slot, entry: Registered, device: str) -> None:
-    reason = entry.record.unavailable(device)
+    reason = entry.unavailable(device)
     if reason is not None:
         raise UnavailableError(
             f"{slot}.name = {entry.record.name!r} cannot run on {device} here: {reason}"

@@ -10,15 +10,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator
 
 from ssmcore.errors import SettingsError, UnknownOptionError
 from ssmcore.naming import nearest
 from ssmcore.settings_sources import Source, default_sources, merge
+from ssmcore.strategies import SLOTS, Slot
 
-DEFAULT_NAMES = {"classifier": "decode-first", "cache": "none", "decode": None, "graph": "none"}
+_ModelT = TypeVar("_ModelT", bound=BaseModel)
 
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 
@@ -53,7 +54,7 @@ class EngineSettings(_Section):
     """Tokens scheduled in one step."""
     num_spec_tokens: Annotated[int, Field(ge=0, le=64)] = 0
     """Draft tokens a row that are verified in one step."""
-    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]{1,3})?)$")] = "auto"
     """`auto`, `cpu`, `cuda` or `cuda:N`."""
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0
     """Where requests without a seed of their own get theirs from."""
@@ -86,6 +87,11 @@ class CacheSettings(_SlotSection):
     """Of the SSM state in the pool."""
     memory: str = "auto"
     """Of the state pool: `auto`, a size such as `4 GiB`, or a fraction of free memory."""
+
+    @property
+    def memory_amount(self) -> Memory:
+        """`memory`, read."""
+        return parse_memory(self.memory)
 
     @field_validator("memory", mode="before")
     @classmethod
@@ -139,7 +145,7 @@ def parse_memory(text: str) -> Memory:
         amount = float("nan")
     if not unit and 0.0 < amount <= 1.0:
         return Memory(fraction=amount)
-    if unit in _UNITS and 0.0 < amount < 2**60 / _UNITS[unit]:
+    if unit in _UNITS and 1.0 <= amount * _UNITS[unit] < 2**60:
         return Memory(nbytes=int(amount * _UNITS[unit]))
     raise ValueError(
         f"{text!r} is no amount of memory; write 'auto', a size such as '4 GiB', or a fraction of"
@@ -160,6 +166,7 @@ class Settings(BaseModel):
     graph: GraphSettings = GraphSettings()
 
     _sources: dict[str, tuple[int, str]] = PrivateAttr(default_factory=dict)
+    _texts: dict[str, str] = PrivateAttr(default_factory=dict)
 
     @classmethod
     def load(
@@ -198,13 +205,27 @@ class Settings(BaseModel):
         Raises:
             SettingsError: as for `load`.
         """
-        values, origins = merge(sources)
+        merged = merge(sources)
         try:
-            settings = cls.model_validate(values)
+            settings = _validate(cls, merged.values, merged.texts)
         except ValidationError as error:
-            raise _readable(error, origins) from None
-        settings._sources.update(origins)
+            raise _readable(error, merged.origins) from None
+        settings._sources.update(merged.origins)
+        settings._texts.update(merged.texts)
         return settings
+
+    def options_of(self, slot: Slot, model: type[_ModelT]) -> _ModelT:
+        """The options of a slot that `model` knows, validated by it.
+
+        Raises:
+            SettingsError: a value is wrong, or one that is required is missing.
+        """
+        given = getattr(self, slot).options
+        known = {key: value for key, value in given.items() if key in model.model_fields}
+        try:
+            return _validate(model, {slot: known}, self._texts, slot)
+        except ValidationError as error:
+            raise _readable(error, self._sources, slot) from None
 
     def source_of(self, key: str) -> str:
         """Where a value came from: `default`, a file's name, the variable, or `--set`."""
@@ -223,19 +244,52 @@ class Settings(BaseModel):
         }
 
 
-def _readable(error: ValidationError, origins: Mapping[str, tuple[int, str]]) -> SettingsError:
+DEFAULT_NAMES: dict[Slot, str | None] = {
+    slot: Settings.model_fields[slot].default.name for slot in SLOTS
+}
+"""Strategy of a slot whose name is not set; None chooses when something is to run."""
+
+_TEXT_WANTED = ("string_type", "literal_error", "enum")
+
+
+def _validate(
+    model: type[_ModelT], sections: dict[str, Any], texts: Mapping[str, str], section: str = ""
+) -> _ModelT:
+    """Validate all sections, or one; where text is wanted, take what was read as another value.
+
+    A bare `123` on the command line is a number, but a directory may have that name.
+    """
+    part = (section,) if section else ()
+    try:
+        return model.model_validate(sections[section] if section else sections)
+    except ValidationError as error:
+        reread = False
+        for fault in error.errors(include_url=False, include_context=False):
+            path = (*part, *fault["loc"])[:2]
+            text = texts.get(".".join(map(str, path)))
+            if text is not None and fault["type"] in _TEXT_WANTED:
+                where, key = path
+                reread |= sections[str(where)][key] != text
+                sections[str(where)][key] = text
+        if not reread:
+            raise
+    return model.model_validate(sections[section] if section else sections)
+
+
+def _readable(
+    error: ValidationError, origins: Mapping[str, tuple[int, str]], section: str = ""
+) -> SettingsError:
     """The first fault, with key, value, source and the nearest key."""
     fault = error.errors(include_url=False)[0]
-    key = ".".join(str(part) for part in fault["loc"])
-    source = origins.get(key, (0, "settings"))[1]
-    for known, (_, name) in origins.items():
-        if known.startswith(key + "."):
-            source = name
-    if fault["type"] == "extra_forbidden":
-        section, _, name = key.rpartition(".")
-        owner = Settings.model_fields[section].annotation if section else Settings
-        fields = list(owner.model_fields) if owner is not None else []
-        what = f"setting {key!r}" if section else f"section {key!r}"
-        return UnknownOptionError(f"{source}: there is no {what}{nearest(name or key, fields)}")
-    value = fault.get("input")
-    return SettingsError(f"{source}: {key} = {value!r:.80}: {fault['msg']}")
+    path = [section] * bool(section) + [str(part) for part in fault["loc"]]
+    key = ".".join(path)
+    source = origins.get(".".join(path[:2]), (0, "settings"))[1]
+    if fault["type"] == "missing":
+        return SettingsError(f"{key} must be set: {section}.name needs it and it has no default")
+    if fault["type"] == "extra_forbidden" and not section:
+        owner: Any = Settings.model_fields[path[0]].annotation
+        return UnknownOptionError(
+            f"{source}: there is no setting {key!r}{nearest(path[-1], owner.model_fields)}"
+        )
+    wanted = fault["msg"].replace("Input should be", "must be", 1).removeprefix("Value error, ")
+    return SettingsError(f"{source}: {key} = {fault.get('input')!r:.80}: {wanted}")

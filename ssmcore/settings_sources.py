@@ -24,11 +24,26 @@ SECTIONS = ("model", "engine", "classifier", "cache", "decode", "graph")
 
 
 class Source(NamedTuple):
-    """One source: how messages name it, and its sections; `leaves` names single keys otherwise."""
+    """One source: how messages name it, and its sections.
+
+    `leaves` names single dotted keys otherwise; `texts` has the text that a value was read from.
+    """
 
     name: str
     values: dict[str, Any]
     leaves: Mapping[str, str] = {}
+    texts: Mapping[str, str] = {}
+
+
+class Merged(NamedTuple):
+    """Sections laid over each other; by dotted key the rank (from 1) and name of its source.
+
+    `texts` has the text of a value that came from the environment or the command line.
+    """
+
+    values: dict[str, Any]
+    origins: dict[str, tuple[int, str]]
+    texts: dict[str, str]
 
 
 class _Sections(BaseSettings):
@@ -57,11 +72,15 @@ class AssignmentSource(PydanticBaseSettingsSource):
         """Sections of the assigned keys."""
         sections: dict[str, Any] = {}
         for key, text, origin in self._assignments:
-            section, dot, name = key.partition(".")
-            if section not in SECTIONS or not dot or not name or "." in name:
-                hint = nearest(section, SECTIONS) if section not in SECTIONS else ""
+            section, _, name = key.partition(".")
+            if section not in SECTIONS:
                 raise UnknownOptionError(
-                    f"{origin}: {key!r} is no setting; keys are SECTION.NAME{hint}"
+                    f"{origin}: there is no section {section!r}{nearest(section, SECTIONS)}"
+                )
+            if not name or "." in name:
+                raise UnknownOptionError(
+                    f"{origin}: a key names a section and one setting of it, such as"
+                    f" {section}.name ({ENV_PREFIX}{section.upper()}__NAME in the environment)"
                 )
             sections.setdefault(section, {})[name] = toml_value(text)
         return sections
@@ -70,9 +89,10 @@ class AssignmentSource(PydanticBaseSettingsSource):
 def toml_value(text: str) -> Any:
     """A value in TOML syntax; what is none is taken as text."""
     try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except (tomllib.TOMLDecodeError, KeyError):
+        table = tomllib.loads(f"value = {text}")
+    except (ValueError, RecursionError):  # no TOML, or a number or nesting beyond all reason
         return text
+    return table["value"] if len(table) == 1 else text
 
 
 def default_sources(
@@ -98,7 +118,8 @@ def default_sources(
             (keys[name], value, f"environment {name}") for name, value in variables.items()
         )()
         leaves = {keys[name]: f"environment {name}" for name in variables}
-        sources.append(Source("environment", values, leaves))
+        texts = {keys[name]: value for name, value in variables.items()}
+        sources.append(Source("environment", values, leaves, texts))
     if overrides:
         sources.append(override_source(overrides))
     return sources
@@ -118,9 +139,10 @@ def override_source(overrides: Sequence[str]) -> Source:
     for text in overrides:
         key, equals, value = text.partition("=")
         if not equals:
-            raise SettingsError(f"--set {text!r}: write KEY=VALUE, e.g. decode.buffer_len=8")
+            raise SettingsError(f"--set {text!r:.80}: write KEY=VALUE, e.g. decode.buffer_len=8")
         assignments.append((key.strip(), value.strip(), f"--set {key.strip()}"))
-    return Source("--set", AssignmentSource(assignments)())
+    texts = {key: value for key, value, _ in assignments}
+    return Source("--set", AssignmentSource(assignments)(), texts=texts)
 
 
 def file_source(path: Path) -> Source:
@@ -133,23 +155,29 @@ def file_source(path: Path) -> Source:
         raise SettingsError(f"{path}: there is no such file")
     try:
         values = TomlConfigSettingsSource(_Sections, toml_file=path).toml_data
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+    except (ValueError, OSError) as error:
         raise SettingsError(f"{path}: {error}") from None
+    except RecursionError:
+        raise SettingsError(f"{path}: nested too deeply") from None
     return Source(str(path), dict(values))
 
 
-def merge(sources: Sequence[Source]) -> tuple[dict[str, Any], dict[str, tuple[int, str]]]:
-    """Lay sources over each other.
-
-    Returns the sections, and for every dotted key the rank (from 1) and name of its source.
+def merge(sources: Sequence[Source]) -> Merged:
+    """Lay sources over each other, the later ones on top.
 
     Raises:
         SettingsError: a section that is no table.
     """
     values: dict[str, Any] = {}
     origins: dict[str, tuple[int, str]] = {}
+    texts: dict[str, str] = {}
     for rank, source in enumerate(sources, start=1):
         for section, table in source.values.items():
+            if section not in SECTIONS:
+                raise UnknownOptionError(
+                    f"{source.name}: there is no section {section!r:.80}"
+                    f"{nearest(str(section), SECTIONS)}"
+                )
             if not isinstance(table, Mapping):
                 raise SettingsError(
                     f"{source.name}: {section} must be a section of settings, got {table!r:.40}"
@@ -159,4 +187,7 @@ def merge(sources: Sequence[Source]) -> tuple[dict[str, Any], dict[str, tuple[in
                 key = f"{section}.{name}"
                 merged[name] = value
                 origins[key] = (rank, source.leaves.get(key, source.name))
-    return values, origins
+                texts.pop(key, None)
+                if key in source.texts:
+                    texts[key] = source.texts[key]
+    return Merged(values, origins, texts)
