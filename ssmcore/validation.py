@@ -58,6 +58,12 @@ def check_rows(rows: Rows, limits: Limits) -> None:
         rows.all_have_prior = least(rows.computed[: rows.num_real]) > 0
     if rows.num_accepted_tokens is not None or rows.num_draft_tokens is not None:
         _check_drafts(rows, limits)
+    previous = rows.prev_last_scheduled_block
+    if previous is not None and previous.max() >= MAX_SLOTS:
+        row = _first(previous >= MAX_SLOTS)
+        raise StepError(
+            "prev_last_scheduled_block", f"row {row} cannot have a block {previous[row]}", row
+        )
 
 
 def least(values: npt.NDArray[Any]) -> int:
