@@ -6,7 +6,7 @@ from typing import Any
 
 from ssmcore.registry import Registry
 from ssmcore.settings import DEFAULT_NAMES, Settings
-from ssmcore.strategies import SLOTS
+from ssmcore.strategies import SLOTS, Slot, StrategyRecord
 
 
 def configuration_schema(registry: Registry) -> dict[str, Any]:
@@ -19,10 +19,11 @@ def configuration_schema(registry: Registry) -> dict[str, Any]:
         "properties": {},
         "$defs": {},
     }
+    definitions: dict[str, Any] = schema["$defs"]
     for section, field in Settings.model_fields.items():
         model: Any = field.annotation
         part = model.model_json_schema()
-        schema["$defs"].update(part.pop("$defs", {}))
+        definitions.update(part.pop("$defs", {}))
         if section not in SLOTS:
             schema["properties"][section] = part
             continue
@@ -32,27 +33,36 @@ def configuration_schema(registry: Registry) -> dict[str, Any]:
             "title": part["title"],
             "description": part.get("description", ""),
             "anyOf": [
-                _alternative(entry.record, core, DEFAULT_NAMES[section], schema["$defs"])
+                _alternative(section, entry.record, core, definitions)
                 for entry in registry.records(section)
             ],
         }
+    if not definitions:
+        del schema["$defs"]
     return schema
 
 
 def _alternative(
-    record: Any, core: dict[str, Any], default: str | None, definitions: dict[str, Any]
+    slot: Slot, record: StrategyRecord[Any], core: dict[str, Any], definitions: dict[str, Any]
 ) -> dict[str, Any]:
-    options = record.options.model_json_schema()
-    definitions.update(options.pop("$defs", {}))
-    name: dict[str, Any] = {"const": record.name, "description": record.summary}
+    """A section with one strategy; the name may be left out where the strategy is taken anyway."""
+    prefix = f"{slot}.{record.name}."
+    options = record.options.model_json_schema(ref_template=f"#/$defs/{prefix}{{model}}")
+    for name, definition in options.pop("$defs", {}).items():
+        definitions[prefix + name] = definition
+    default = DEFAULT_NAMES[slot]
+    name_schema: dict[str, Any] = {"const": record.name, "description": record.summary}
+    required = list(options.get("required", ()))
+    if default == record.name:
+        name_schema["default"] = record.name
+    elif default is not None:
+        required.insert(0, "name")
     alternative: dict[str, Any] = {
         "title": record.name,
         "type": "object",
         "additionalProperties": False,
-        "properties": {"name": name, **core, **options.get("properties", {})},
+        "properties": {"name": name_schema, **core, **options.get("properties", {})},
     }
-    if record.name == default:
-        name["default"] = record.name
-    else:
-        alternative["required"] = ["name"]
+    if required:
+        alternative["required"] = required
     return alternative

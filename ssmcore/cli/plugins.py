@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ssmcore.cli.option_types import type_in_words
 from ssmcore.cli.options import ConfigOption, JsonOption, SetOption, load_settings
 from ssmcore.errors import SsmcoreError, UnknownStrategyError
 from ssmcore.strategies import SLOTS
 
 if TYPE_CHECKING:
     from ssmcore.registry import Registered, Registry
+    from ssmcore.settings import Settings
 
 app = typer.Typer(no_args_is_help=True, help="List and describe installed strategies.")
 
@@ -25,11 +27,11 @@ def list_(config: ConfigOption = None, set_: SetOption = None, as_json: JsonOpti
     registry = Registry.load()
     settings = load_settings(config, set_)
     device = _device(settings.engine.device)
-    selected = _selected(settings, registry, device)
+    selected = _selected(settings, registry)
     rows = []
     for slot in SLOTS:
         for entry in registry.records(slot):
-            reason = entry.record.unavailable(device)
+            reason = entry.unavailable(device)
             rows.append(
                 {
                     "slot": slot,
@@ -42,33 +44,35 @@ def list_(config: ConfigOption = None, set_: SetOption = None, as_json: JsonOpti
                     "selected": selected.get(slot) == entry.record.name,
                 }
             )
-    broken = [
-        {"name": plugin.name, "distribution": plugin.distribution, "error": plugin.error}
-        for plugin in registry.broken
-    ]
     if as_json:
+        broken = [
+            {
+                "name": plugin.name,
+                "distribution": plugin.distribution,
+                "version": plugin.version,
+                "error": plugin.error,
+            }
+            for plugin in registry.broken
+        ]
         typer.echo(json.dumps({"device": device, "strategies": rows, "broken": broken}, indent=2))
         return
-    from rich.console import Console
-    from rich.table import Table
+    from ssmcore.cli.tables import print_table
 
-    table = Table("slot", "name", "distribution", f"runs here ({device})", "selected")
-    for row in rows:
-        table.add_row(
-            row["slot"],
-            row["name"],
-            f"{row['distribution']} {row['version']}",
-            "yes" if row["available"] else f"no: {row['reason']}",
-            "*" if row["selected"] else "",
-        )
-    console = Console()
-    console.print(table)
-    for plugin in broken:
-        console.print(
-            f"plugin {plugin['name']!r} of {plugin['distribution']} could not be imported:"
-            f" {plugin['error']}",
-            markup=False,
-        )
+    print_table(
+        ("slot", "name", "distribution", f"runs here ({device})", "selected"),
+        [
+            (
+                str(row["slot"]),
+                str(row["name"]),
+                f"{row['distribution']} {row['version']}",
+                "yes" if row["available"] else f"no: {row['reason']}",
+                "*" if row["selected"] else "",
+            )
+            for row in rows
+        ],
+    )
+    for plugin in registry.broken:
+        typer.echo(str(plugin))
 
 
 def _device(setting: str) -> str:
@@ -80,12 +84,12 @@ def _device(setting: str) -> str:
         return setting.partition(":")[0]
 
 
-def _selected(settings: Any, registry: Registry, device: str) -> dict[str, str]:
-    """The name per slot that would run here; what was named where they cannot run."""
+def _selected(settings: Settings, registry: Registry) -> dict[str, str]:
+    """The name per slot that would run here; what was named where that cannot run."""
     from ssmcore.selection import select
 
     try:
-        return dict(select(settings, registry, running=True, device=device).names)
+        return dict(select(settings, registry, running=True).names)
     except SsmcoreError:
         names = {slot: getattr(settings, slot).name for slot in SLOTS}
         return {slot: name for slot, name in names.items() if name is not None}
@@ -95,40 +99,59 @@ def _selected(settings: Any, registry: Registry, device: str) -> dict[str, str]:
 def show(
     name: Annotated[str, typer.Argument(help="Name of a strategy.")],
     slot: Annotated[
-        str | None, typer.Option("--slot", help="classifier, cache, decode or graph.")
+        str | None,
+        typer.Option(
+            "--slot",
+            help="Only that of one slot: classifier, cache, decode or graph.",
+            show_default=False,
+        ),
     ] = None,
+    config: ConfigOption = None,
+    set_: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Describe a strategy: what it does, its options with types, defaults and help."""
+    """Describe a strategy: what it does, its options with types, defaults and help.
+
+    A name that several slots have is described for each of them.
+    """
     from ssmcore.registry import Registry
 
     registry = Registry.load()
-    entries = _named(registry, name, slot)
+    device = _device(load_settings(config, set_).engine.device)
+    described = [_description(*entry, device) for entry in _named(registry, name, slot)]
     if as_json:
-        typer.echo(json.dumps([_description(*entry) for entry in entries], indent=2))
+        typer.echo(json.dumps(described, indent=2, default=str))
         return
-    from rich.console import Console
-    from rich.table import Table
+    for strategy in described:
+        _print_description(strategy)
 
-    console = Console()
-    for where, entry in entries:
-        described = _description(where, entry)
-        console.print(f"[bold]{where} {name}[/bold]  {described['distribution']}")
-        console.print(described["summary"], markup=False)
-        if described["unavailable"]:
-            console.print(f"cannot run here: {described['unavailable']}", markup=False)
-        if described["options"]:
-            table = Table("option", "type", "default", "help")
-            for option in described["options"]:
-                table.add_row(
-                    f"{where}.{option['name']}",
-                    option["type"],
-                    json.dumps(option["default"]),
-                    option["help"],
-                )
-            console.print(table)
-        else:
-            console.print("It has no options.")
+
+def _print_description(strategy: dict[str, Any]) -> None:
+    from ssmcore.cli.tables import print_table
+
+    slot = strategy["slot"]
+    typer.secho(f"{slot} {strategy['name']}", bold=True, nl=False)
+    typer.echo(f"  {strategy['distribution']} {strategy['version']}")
+    typer.echo(strategy["summary"])
+    if strategy["results"]:
+        typer.echo(f"results: {strategy['results']}")
+    if strategy["reason"]:
+        typer.echo(f"cannot run on {strategy['device']} here: {strategy['reason']}")
+    if not strategy["options"]:
+        typer.echo("It has no options.")
+        return
+    print_table(
+        ("option", "type", "default", "help"),
+        [
+            (
+                f"{slot}.{option['name']}",
+                option["type"],
+                "required" if option["required"] else json.dumps(option["default"], default=str),
+                option["help"],
+            )
+            for option in strategy["options"]
+        ],
+    )
 
 
 def _named(registry: Registry, name: str, slot: str | None) -> list[tuple[str, Registered]]:
@@ -145,41 +168,50 @@ def _named(registry: Registry, name: str, slot: str | None) -> list[tuple[str, R
         from ssmcore.naming import nearest
 
         slots = SLOTS if slot is None else (slot,)
-        known = {entry.record.name for where in slots for entry in registry.records(where)}  # type: ignore[arg-type]
+        known = {entry.record.name for where in slots for entry in registry.records(where)}
         raise UnknownStrategyError(f"no strategy is named {name!r}{nearest(name, known)}")
     return found
 
 
-def _description(slot: str, entry: Registered) -> dict[str, Any]:
+def _description(slot: str, entry: Registered, device: str) -> dict[str, Any]:
     record = entry.record
     schema = record.options.model_json_schema()
+    definitions = schema.get("$defs", {})
     options = [
         {
             "name": key,
-            "type": _type(option),
+            "type": type_in_words(option, definitions),
             "default": option.get("default"),
+            "required": key in schema.get("required", ()),
             "help": option.get("description", ""),
         }
         for key, option in schema.get("properties", {}).items()
     ]
+    reason = entry.unavailable(device)
     return {
         "slot": slot,
         "name": record.name,
         "summary": record.summary,
-        "distribution": f"{entry.distribution} {entry.version}".strip(),
-        "unavailable": record.unavailable(_device("auto")),
+        "distribution": entry.distribution,
+        "version": entry.version,
+        "device": device,
+        "available": reason is None,
+        "reason": reason,
+        "results": _results(entry) if slot == "decode" else None,
         "options": options,
     }
 
 
-def _type(option: dict[str, Any]) -> str:
-    """A type as a person says it, bounds included."""
-    if "anyOf" in option:
-        return " or ".join(_type(part) for part in option["anyOf"])
-    if "enum" in option:
-        return " | ".join(str(value) for value in option["enum"])
-    text = str(option.get("type", "any"))
-    low, high = option.get("minimum"), option.get("maximum")
-    if low is not None and high is not None:
-        return f"{text}, {low} to {high}"
-    return text if low is None else f"{text}, at least {low}"
+def _results(entry: Registered) -> str:
+    """What a decode algorithm says of its results, as far as it can be asked."""
+    from ssmcore.strategies import CreateContext, Limits
+
+    strategy: Any = entry.record.create
+    try:
+        strategy = entry.record.create(entry.record.options(), CreateContext(Limits()))
+    except Exception:  # it needs options, or fails: ask its class
+        if not hasattr(strategy, "exact"):
+            return "unknown without its options"
+    if strategy.exact:
+        return "exact: the same tokens as the plain recurrence in float32"
+    return f"relative error of at most {strategy.error_bound:g} against float64"
