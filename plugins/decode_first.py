@@ -48,7 +48,8 @@ class DecodeFirst:
             promoted |= (drafts >= 0) & (lens == drafts + 1)
         promoted &= rows.computed > constant(0)
         prefill_like = (lens > constant(most)) | (rows.is_prefilling & ~promoted)
-        prefill_like &= lens > constant(0)
+        if rows.num_real < rows.num_rows:
+            prefill_like[rows.num_real :] = False
         first = int(prefill_like.argmax())
         return first if prefill_like[first] else rows.num_rows
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,12 +23,8 @@ ALIGNMENT = 16
 """Bytes; what vector loads of a kernel want."""
 
 
-class Entry(NamedTuple):
-    """One field of a layout: where it stands and what it holds."""
-
-    offset: int
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...]
+Entry = tuple[int, np.dtype[Any], tuple[int, ...]]
+"""One field of a layout: its offset in bytes, dtype and shape."""
 
 
 class Layout:
@@ -47,7 +43,7 @@ class Layout:
         self.entries: dict[str, Entry] = {}
         offset = start
         for name, dtype, shape in fields:
-            self.entries[name] = Entry(offset, dtype, shape)
+            self.entries[name] = (offset, dtype, shape)
             offset += -(-dtype.itemsize * prod(shape) // ALIGNMENT) * ALIGNMENT
         self.nbytes = offset
 
@@ -95,11 +91,11 @@ class Arena:
 
     def host(self, half: int, entry: Entry) -> npt.NDArray[Any]:
         """Writable host view of an entry in one half."""
-        dtype, shape = entry.dtype, entry.shape
+        offset, dtype, shape = entry
         whole = self._typed[half].get(dtype)  # slicing it costs a third of a new array
         if whole is None:
             whole = self._typed[half][dtype] = self._host[half].view(dtype)
-        start = entry.offset // dtype.itemsize
+        start = offset // dtype.itemsize
         if len(shape) == 1:
             return whole[start : start + shape[0]]
         return whole[start : start + prod(shape)].reshape(shape)
@@ -112,14 +108,14 @@ class Arena:
         """
         if self.block is None:
             raise RuntimeError("this pipeline plans without a device; give it one to run its plans")
-        shape = entry.shape
-        whole = self._typed_block.get(entry.dtype)
+        offset, dtype, shape = entry
+        whole = self._typed_block.get(dtype)
         if whole is None:
             import torch
 
-            dtype: torch.dtype = getattr(torch, entry.dtype.name)
-            whole = self._typed_block[entry.dtype] = self.block.view(dtype)
-        start = entry.offset // entry.dtype.itemsize
+            of: torch.dtype = getattr(torch, dtype.name)
+            whole = self._typed_block[dtype] = self.block.view(of)
+        start = offset // dtype.itemsize
         if len(shape) == 1:
             return whole[start : start + shape[0]]
         return whole[start : start + prod(shape)].view(shape)

@@ -73,6 +73,7 @@ class Pipeline:
             largest_plan_bytes(self.limits, selection, self._declared), max_plan_bytes
         )
         self._max_plan_bytes = max_plan_bytes
+        self._finest = min(self.limits.chunk_size, selection.cache.block_size or 8, 8)
         self._arenas: list[Arena] = []
         self._large: dict[int, Arena] = {}
         self._kept: dict[tuple[int, ...], Views] = {}
@@ -174,7 +175,7 @@ class Pipeline:
 
         prefill_slots = sizes = None
         if prefills is not None:
-            self._check_plan_size(rows, prefills)
+            self._check_plan_size(prefills)
             prefill_slots = PrefillSlots(prefills, cache, drafts)
             sizes = PrefillSizes(prefills, self.limits.chunk_size)
         views, key = self._views(rows, num_decodes, prefill_slots, sizes)
@@ -312,15 +313,14 @@ class Pipeline:
             arena = self._large[group] = Arena(nbytes, self.device)
         return arena
 
-    def _check_plan_size(self, rows: Rows, prefills: Rows) -> None:
+    def _check_plan_size(self, prefills: Rows) -> None:
         """Refuse a step whose metadata alone would not fit in memory."""
         tokens = prefills.query_start_loc.item(-1)
-        finest = min(self.limits.chunk_size, self.selection.cache.block_size or 8, 8)
-        if tokens // finest * 24 > self._max_plan_bytes:
+        if tokens // self._finest * 24 > self._max_plan_bytes:
             raise StepError(
                 "too_many_tokens",
-                f"a step of {tokens} prefill tokens in pieces of {finest} is too large to plan;"
-                " schedule fewer tokens",
+                f"a step of {tokens} prefill tokens in pieces of {self._finest} is too large to"
+                " plan; schedule fewer tokens",
             )
 
     def _fill_declared(self, rows: Rows, host: dict[str, dict[str, npt.NDArray[Any]]]) -> None:

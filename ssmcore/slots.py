@@ -25,10 +25,9 @@ class DecodeSlots:
         conv_read, state_read: (rows,), slots of the conv state and of the last whole SSM state.
         write: (rows,), or (rows, 1 + S) with speculative tokens.
         written: slots that real rows need for writing.
-        read: (kinds, rows), both kinds of slots that rows read, or one where they are the same.
     """
 
-    __slots__ = ("conv_read", "read", "rows", "state_read", "write", "written")
+    __slots__ = ("_together", "conv_read", "rows", "state_read", "write", "written")
 
     def __init__(
         self, rows: Rows, cache: CacheMode, num_spec_tokens: int, lag: IntArray | None
@@ -46,10 +45,10 @@ class DecodeSlots:
         columns = cache.column(tokens)
         check_width(columns, 0, rows.block_table.shape[1])
         slots = look_up(rows.block_table, counting(rows.num_rows), columns)
-        self.read, self.write = slots[:-1], slots[-1]
-        self.conv_read, self.state_read = slots[0], slots[-2]
+        self.conv_read, self.state_read, self.write = slots[0], slots[-2], slots[-1]
         real = rows.num_real
-        self.written = SlotUse(self.write[:real], counting(real))
+        self.written = self.write[:real], counting(real)
+        self._together: IntArray | None = slots
 
     def _look_up_drafts(self, cache: CacheMode, num_spec_tokens: int) -> None:
         rows = self.rows
@@ -60,14 +59,24 @@ class DecodeSlots:
         read = draft.read_first if accepted is None else draft.read_first + accepted - 1
         check_width(np.stack([read, draft.write_first + num_spec_tokens]), 0, table.shape[1])
         self.conv_read = self.state_read = look_up(table, index, read)
-        self.read = self.conv_read[None]
+        self._together = None
         writes = draft.write_first[:, None] + np.arange(1 + num_spec_tokens)
         self.write = look_up(table, index[:, None], writes)
         real = rows.num_real
         counts = (draft.needed_last - draft.needed_first + 1)[:real]
         row = index[:real].repeat(counts)
         nth = np.arange(len(row)) - (counts.cumsum() - counts).repeat(counts)
-        self.written = SlotUse(look_up(table, row, draft.needed_first[row] + nth), row)
+        self.written = look_up(table, row, draft.needed_first[row] + nth), row
+
+    def uses(self) -> list[SlotUse]:
+        """Slots that real rows read and write."""
+        rows, real = self.rows, self.rows.num_real
+        if self._together is not None and rows.all_have_prior:
+            return [(self._together[:, :real], counting(real))]
+        uses = [self.written, _read(rows, self.conv_read, 0)]
+        if self.state_read is not self.conv_read:
+            uses.append(_read(rows, self.state_read, 0))
+        return uses
 
     def fill(self, cache: CacheMode, out: Mapping[str, npt.NDArray[Any]]) -> None:
         """Fill the slot fields of the part `decode`; padding rows get the null slot."""
@@ -133,11 +142,11 @@ def check_slots(
     uses: list[SlotUse] = []
     if decode is not None:
         writes.append(decode.written)
-        uses += _uses(decode.rows, decode.read, 0, decode.written)
+        uses += decode.uses()
     if prefill is not None:
-        written = SlotUse(prefill.write_slots, prefill.write_rows + num_decodes)
+        written = prefill.write_slots, prefill.write_rows + num_decodes
         writes.append(written)
-        uses += _uses(prefill.rows, prefill.read[None], num_decodes, written)
+        uses += [written, _read(prefill.rows, prefill.read, num_decodes)]
     conflicts.check(writes, uses, top)
 
 
@@ -148,15 +157,11 @@ def look_up(table: npt.NDArray[Any], rows: IntArray, columns: IntArray) -> IntAr
     return slots
 
 
-def _uses(rows: Rows, read: IntArray, first_row: int, written: SlotUse) -> list[SlotUse]:
-    """Slots that real rows with prior tokens read, and those that are written."""
+def _read(rows: Rows, slots: IntArray, first_row: int) -> SlotUse:
+    """The slots that real rows with prior tokens read."""
     real = rows.num_real
     index = counting(first_row + real)[first_row:]
-    if real < rows.num_rows:
-        read = read[:, :real]
     if rows.all_have_prior:
-        return [SlotUse(read, index), written]
+        return slots[:real], index
     with_prior = rows.computed[:real] > constant(0)
-    if not np.count_nonzero(with_prior):
-        return [written]
-    return [SlotUse(read[:, with_prior], index[with_prior]), written]
+    return slots[:real][with_prior], index[with_prior]

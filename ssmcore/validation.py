@@ -6,7 +6,7 @@ The common case passes on a few reductions; only a failing step pays for finding
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -204,11 +204,8 @@ def check_width(columns: IntArray, extra: int, width: int) -> None:
         )
 
 
-class SlotUse(NamedTuple):
-    """Slots that rows name: `slots` (rows,) or (kinds, rows), int64; `rows` (rows,), their rows."""
-
-    slots: IntArray
-    rows: IntArray
+SlotUse = tuple[IntArray, IntArray]
+"""Slots that rows name, (rows,) or (kinds, rows), and the number of each row, (rows,)."""
 
 
 class SlotConflicts:
@@ -230,12 +227,14 @@ class SlotConflicts:
         if top >= len(owner):
             size = max(top + 1, 2 * len(owner))
             owner = self._owner = np.full(size, _UNOWNED, dtype=np.int64)
-        for use in writes:
-            owner[use.slots] = use.rows
+        for slots, rows in writes:
+            owner[slots] = rows
         owner[0] = _NOBODY
-        sound = all(_sound(owner.take(use.slots), use.rows) for use in uses)
-        for use in writes:
-            owner[use.slots] = _UNOWNED
+        sound = True
+        for slots, rows in uses:
+            sound = sound and _sound(owner.take(slots), rows)
+        for slots, _ in writes:
+            owner[slots] = _UNOWNED
         if not sound:
             _refuse_shared(writes, uses)
 
@@ -271,8 +270,8 @@ def _refuse_shared(writes: Sequence[SlotUse], uses: Sequence[SlotUse]) -> None:
 def _flat(uses: Sequence[SlotUse]) -> tuple[IntArray, IntArray]:
     if not uses:
         return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
-    rows = [np.broadcast_to(use.rows, use.slots.shape).ravel() for use in uses]
-    return np.concatenate([use.slots.ravel() for use in uses]), np.concatenate(rows)
+    all_rows = [np.broadcast_to(rows, slots.shape).ravel() for slots, rows in uses]
+    return np.concatenate([slots.ravel() for slots, _ in uses]), np.concatenate(all_rows)
 
 
 def _check_not_null(slots: IntArray, rows: IntArray, what: str) -> None:
