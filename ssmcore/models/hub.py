@@ -37,10 +37,10 @@ def resolve(path: str | Path, revision: str | None = None) -> Path:
         _no_revision(name, revision)
         return Path(str(resources.files("ssmcore.models.quickstart")))
     directory = Path(path).expanduser()
-    if directory.is_dir():
+    if name and directory.is_dir():
         _no_revision(name, revision)
         return directory
-    if directory.exists():
+    if name and directory.exists():
         raise CheckpointError(f"{name} is a file; model.path takes the directory it is in")
     if not isinstance(path, str) or not _HUB_ID.fullmatch(name):
         raise CheckpointError(
@@ -86,9 +86,10 @@ def _download(name: str, revision: str | None) -> Path:
             f"neither a directory nor a repository of the hub: {name!r} (a private one needs"
             " a login: hf auth login)"
         ) from error
-    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, OSError) as error:
+    except Exception as error:  # the hub's HTTP library, and its errors, differ by version
+        said = str(error).strip().split("\n", 1)[0]
         raise UnavailableError(
             f"there is no directory {name!r}, and the hub cannot be reached"
-            f" ({type(error).__name__}); give model.path a directory or use {BUNDLED!r}"
+            f" ({type(error).__name__}: {said}); give model.path a directory or use {BUNDLED!r}"
         ) from error
     return found
