@@ -169,7 +169,8 @@ def _named(registry: Registry, name: str, slot: str | None) -> list[tuple[str, R
 
         slots = SLOTS if slot is None else (slot,)
         known = {entry.record.name for where in slots for entry in registry.records(where)}
-        raise UnknownStrategyError(f"no strategy is named {name!r}{nearest(name, known)}")
+        broken = "".join(f"\n{plugin}" for plugin in registry.broken)
+        raise UnknownStrategyError(f"no strategy is named {name!r}{nearest(name, known)}{broken}")
     return found
 
 
