@@ -151,9 +151,9 @@ def file_source(path: Path) -> Source:
     Raises:
         SettingsError: it is not there or cannot be read.
     """
-    if not path.is_file():
-        raise SettingsError(f"{path}: there is no such file")
     try:
+        if not path.is_file():  # the source would pass over it
+            raise SettingsError(f"{path}: there is no such file")
         values = TomlConfigSettingsSource(_Sections, toml_file=path).toml_data
     except (ValueError, OSError) as error:
         raise SettingsError(f"{path}: {error}") from None

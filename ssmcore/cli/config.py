@@ -124,10 +124,7 @@ def _model_sizes(settings: Settings, device: str) -> tuple[MixerShape | None, in
     path = settings.model.path
     if path != BUNDLED and not Path(path).expanduser().is_dir():
         return None, None
-    directory = resolve(path, settings.model.revision)
-    if path == BUNDLED and not (directory / "config.json").is_file():
-        return None, None
-    config = Mamba2Config.from_dir(directory)
+    config = Mamba2Config.from_dir(resolve(path, settings.model.revision))
     dtype = settings.model.dtype
     if dtype == "auto":
         if device != "cpu":  # the weights' own, and they stay unread
