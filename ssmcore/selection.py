@@ -154,6 +154,12 @@ def _build(
     context = CreateContext(limits)
     objects: dict[str, Any] = {}
     notes: list[str] = []
+    planned = settings.model.chunk_size
+    if planned is not None and planned != limits.chunk_size:
+        notes.append(
+            f"model.chunk_size = {planned} ({settings.source_of('model.chunk_size')}) is for"
+            f" planning; the model's {limits.chunk_size} is taken"
+        )
     for slot in SLOTS:
         options, left_out = validated_options(settings, registry, slot, chosen[slot])
         objects[slot] = _create(slot, chosen[slot], options, context)

@@ -105,16 +105,23 @@ def test_running_tells_strategies_the_device_and_the_mixer():
     record = decode_record("loud", unavailable=asked.append)
     selection = chosen(
         "decode.name=loud",
-        "model.chunk_size=16",
         records=[record],
         running=True,
         device="cuda:1",
         mixer=mixer,
-        chunk_size=32,
     )
     assert (selection.running, selection.device, selection.mixer) == (True, "cuda:1", mixer)
-    assert selection.limits.chunk_size == 32
     assert asked == ["cuda"]
+
+
+def test_running_takes_the_chunk_size_of_the_model_and_says_so():
+    selection = chosen(
+        "decode.name=baseline", "model.chunk_size=16", running=True, device="cpu", chunk_size=32
+    )
+    assert selection.limits.chunk_size == 32
+    (note,) = selection.notes
+    for word in ("model.chunk_size = 16", "--set", "32"):
+        assert word in note
 
 
 def test_running_without_a_device_takes_that_of_the_settings():
