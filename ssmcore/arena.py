@@ -31,16 +31,18 @@ class Layout:
     """Offsets of named arrays packed one behind the other, each aligned.
 
     Attributes:
-        entries: name to `Entry`.
+        entries: part and name to `Entry`.
         nbytes: bytes in all.
     """
 
     __slots__ = ("entries", "nbytes")
 
     def __init__(
-        self, fields: Iterable[tuple[str, np.dtype[Any], tuple[int, ...]]], start: int = 0
+        self,
+        fields: Iterable[tuple[tuple[str, str], np.dtype[Any], tuple[int, ...]]],
+        start: int = 0,
     ):
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[tuple[str, str], Entry] = {}
         offset = start
         for name, dtype, shape in fields:
             self.entries[name] = (offset, dtype, shape)

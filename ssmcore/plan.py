@@ -37,7 +37,7 @@ class Views:
         self.layout = layout
         self._rest = rest
         self._host: list[dict[str, dict[str, npt.NDArray[Any]]] | None] = [None, None]
-        self._device: dict[str, torch.Tensor] = {}
+        self._device: dict[tuple[str, str], torch.Tensor] = {}
 
     def host(self, half: int) -> dict[str, dict[str, npt.NDArray[Any]]]:
         """Part name to field name to writable host view, in one half of the arena."""
@@ -45,14 +45,13 @@ class Views:
         if views is None:
             before = {} if self._rest is None else self._rest.host(half)
             views = self._host[half] = {part: dict(before.get(part, ())) for part in PARTS}
-            for name, entry in self.layout.entries.items():
-                part, field = name.split(".", 1)
+            for (part, field), entry in self.layout.entries.items():
                 views[part][field] = self.arena.host(half, entry)
         return views
 
     def tensor(self, part: str, field: str) -> torch.Tensor:
         """Device view of one field."""
-        name = f"{part}.{field}"
+        name = part, field
         tensor = self._device.get(name)
         if tensor is None:
             entry = self.layout.entries.get(name)

@@ -14,7 +14,8 @@ from ssmcore.strategies import Field, Limits, Selection
 
 _INT32, _BOOL = np.dtype(np.int32), np.dtype(np.bool_)
 
-LayoutFields = Iterator[tuple[str, np.dtype[Any], tuple[int, ...]]]
+LayoutFields = Iterator[tuple[tuple[str, str], np.dtype[Any], tuple[int, ...]]]
+"""Part and name, dtype, shape."""
 
 
 def declared_fields(selection: Selection) -> list[tuple[str, Field]]:
@@ -37,38 +38,38 @@ def row_fields(
         count = (num_decodes,)
         accepted = rows.num_accepted_tokens is not None
         columns = width if whole_rows else 1 + drafts
-        yield "decode.state_indices", _INT32, (num_decodes, columns)
-        yield "decode.conv_read_slots", _INT32, count
-        yield "decode.state_read_slots", _INT32, count
+        yield ("decode", "state_indices"), _INT32, (num_decodes, columns)
+        yield ("decode", "conv_read_slots"), _INT32, count
+        yield ("decode", "state_read_slots"), _INT32, count
         written = (num_decodes, 1 + drafts) if accepted and drafts else count
-        yield "decode.write_slots", _INT32, written
+        yield ("decode", "write_slots"), _INT32, written
         if accepted:
-            yield "decode.query_start_loc", _INT32, (num_decodes + 1,)
-            yield "decode.num_accepted_tokens", _INT32, count
+            yield ("decode", "query_start_loc"), _INT32, (num_decodes + 1,)
+            yield ("decode", "num_accepted_tokens"), _INT32, count
     for part, field in declared:
         extent = num_decodes if part == "decode" else rows.num_rows
         if extent:
-            yield f"{part}.{field.name}", np.dtype(field.dtype), (extent, *field.shape)
+            yield (part, field.name), np.dtype(field.dtype), (extent, *field.shape)
     num_prefills = rows.num_rows - num_decodes
     if num_prefills:
         count = (num_prefills,)
-        yield "prefill.query_start_loc", _INT32, (num_prefills + 1,)
-        yield "prefill.has_initial_states", _BOOL, count
-        yield "prefill.state_indices", _INT32, (num_prefills, width) if whole_rows else count
+        yield ("prefill", "query_start_loc"), _INT32, (num_prefills + 1,)
+        yield ("prefill", "has_initial_states"), _BOOL, count
+        yield ("prefill", "state_indices"), _INT32, (num_prefills, width) if whole_rows else count
         if whole_rows:
-            yield "prefill.num_computed_tokens", _INT32, count
+            yield ("prefill", "num_computed_tokens"), _INT32, count
         for name in ("conv_read_slots", "state_read_slots", "write_slots", "last_indices"):
-            yield f"prefill.{name}", _INT32, count
+            yield ("prefill", name), _INT32, count
 
 
 def chunk_fields(sizes: PrefillSizes, num_writes: int) -> LayoutFields:
     """Fields of the prefill part whose sizes differ from step to step."""
-    yield "prefill.cu_seqlens", _INT32, (sizes.num_chunks + 1,)
-    yield "prefill.seq_idx", _INT32, (sizes.num_chunks,)
-    yield "prefill.batch_ptr", _INT32, (sizes.num_programs,)
-    yield "prefill.token_chunk_offset", _INT32, (sizes.num_programs,)
+    yield ("prefill", "cu_seqlens"), _INT32, (sizes.num_chunks + 1,)
+    yield ("prefill", "seq_idx"), _INT32, (sizes.num_chunks,)
+    yield ("prefill", "batch_ptr"), _INT32, (sizes.num_programs,)
+    yield ("prefill", "token_chunk_offset"), _INT32, (sizes.num_programs,)
     for name in ("write_rows", "write_ends", "write_chunks", "state_write_slots"):
-        yield f"prefill.{name}", _INT32, (num_writes,)
+        yield ("prefill", name), _INT32, (num_writes,)
 
 
 def largest_plan_bytes(

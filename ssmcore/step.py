@@ -29,6 +29,7 @@ _NAMES = (
     "prev_last_scheduled_block",
 )
 _REQUIRED = _NAMES[:4]
+_INT32, _INT64, _BOOL = np.dtype(np.int32), np.dtype(np.int64), np.dtype(np.bool_)
 
 
 class Rows:
@@ -151,7 +152,7 @@ class Step:
                 raise StepError(
                     "length", f"{name} has {len(values)} rows, seq_lens has {rows}; they must agree"
                 )
-        if self.block_table.ndim != 2 or self.block_table.dtype not in (np.int32, np.int64):
+        if self.block_table.ndim != 2 or self.block_table.dtype not in (_INT32, _INT64):
             raise StepError(
                 "type",
                 "block_table must be two-dimensional int32 or int64, got "
@@ -161,11 +162,11 @@ class Step:
             values = getattr(self, name)
             if name == "block_table" or values is None:
                 continue
-            wanted = np.bool_ if name == "is_prefilling" else np.int64
+            wanted = _BOOL if name == "is_prefilling" else _INT64
             if values.ndim != 1 or values.dtype != wanted:
                 raise StepError(
                     "type",
-                    f"{name} must be one-dimensional {np.dtype(wanted)}, got "
+                    f"{name} must be one-dimensional {wanted}, got "
                     f"{values.ndim}-dimensional {values.dtype}",
                 )
 
