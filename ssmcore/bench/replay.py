@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ssmcore.plan import StepPlan
 
 _LONGEST_NAP = 0.05
+_LIVE_STEPS = 50
 
 
 class StepWatch:
@@ -104,6 +105,17 @@ class Replay:
         for request_id in self._sent:
             self.engine.cancel(request_id)
         return measured
+
+    def live(self) -> str:
+        """How it goes, in a line: what runs, waits, and the rate of the last steps."""
+        steps = self.measured.steps[-_LIVE_STEPS:]
+        if not steps:
+            return "waiting for the first request"
+        last = steps[-1]
+        seconds = last.finished - steps[0].finished + steps[0].seconds
+        tokens = sum(step.tokens for step in steps)
+        rate = f"{tokens / seconds:.0f} tokens/s" if seconds > 0 else ""
+        return f"{last.running} run, {last.waiting} wait, {last.slots} slots, {rate}"
 
     def _unsent(self) -> bool:
         return self._next < len(self._items)
