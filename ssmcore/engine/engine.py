@@ -1,0 +1,559 @@
+"""The engine: requests in, tokens and text out, a step at a time.
+
+It puts the parts together (settings, strategies, model, state pool, scheduler, runner, sampler) and
+decides when a request has ended. One thread drives it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from ssmcore.device import resolve_device
+from ssmcore.engine.memory import choose_num_slots
+from ssmcore.engine.requests import (
+    FinishReason,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    StreamEvent,
+    Timing,
+    TokenLogprob,
+    Usage,
+)
+from ssmcore.engine.runner import Runner
+from ssmcore.engine.sampler import logprobs_of, sample
+from ssmcore.engine.scheduler import Scheduled, Scheduler
+from ssmcore.engine.text import TextStream
+from ssmcore.errors import RequestError, SettingsError
+from ssmcore.models.loading import load_model
+from ssmcore.models.mamba2 import Mamba2Model
+from ssmcore.models.tokenizer import Tokenizer
+from ssmcore.pipeline import Pipeline
+from ssmcore.registry import Registry
+from ssmcore.selection import select
+from ssmcore.settings import Settings
+from ssmcore.state import StatePool, bytes_per_slot, slot_tensors
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Where the engine stands, and counts since it started.
+
+    Attributes:
+        running, waiting: requests.
+        total_slots, used_slots, free_slots, cached_slots: of the pool, without the null slot;
+            cached
+            ones hold a state that others may start from and belong to nobody.
+        steps, graph_steps: steps run, and those of them that replayed a graph.
+        scheduled_tokens, generated_tokens: tokens run through the model, and sampled.
+        prefix_queries, prefix_hits, cached_tokens: looks for a prefix, finds, and tokens not
+            computed. preemptions, evictions: requests that made room, and cached states given up.
+    """
+
+    running: int
+    waiting: int
+    total_slots: int
+    used_slots: int
+    free_slots: int
+    cached_slots: int
+    steps: int
+    graph_steps: int
+    scheduled_tokens: int
+    generated_tokens: int
+    prefix_queries: int
+    prefix_hits: int
+    cached_tokens: int
+    preemptions: int
+    evictions: int
+
+
+class Engine:
+    """Serves requests with one model on one device.
+
+    Args:
+        settings: what to run and how; None reads file and environment (`Settings.load`).
+        registry: installed strategies; None loads them.
+        model, tokenizer: instead of what `model.path` names.
+        progress: told of graph captures at start-up, done and in all.
+
+    Raises:
+        SsmcoreError: settings, strategies, model or memory are not to be had; before any request.
+    """
+
+    def __init__(
+        self,
+        settings: Settings | None = None,
+        registry: Registry | None = None,
+        *,
+        model: Mamba2Model | None = None,
+        tokenizer: Tokenizer | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self.settings = settings = Settings.load() if settings is None else settings
+        registry = Registry.load() if registry is None else registry
+        if settings.engine.num_spec_tokens:
+            raise SettingsError(
+                f"engine.num_spec_tokens = {settings.engine.num_spec_tokens}: the engine cannot draft"
+                " tokens yet; plans can be made with them (`ssmcore plan`); use 0"
+            )
+        self.device = torch.device(resolve_device(settings.engine.device))
+        select(settings, registry)  # faults that need no model are told before one is loaded
+        if model is None:
+            loaded = load_model(
+                settings.model.path,
+                device=self.device,
+                dtype=settings.model.dtype,
+                revision=settings.model.revision,
+            )
+            model, tokenizer = loaded.model, tokenizer or loaded.tokenizer
+        self.model = model
+        self.tokenizer = tokenizer
+        mixer = model.mixer_shape(settings.cache.state_dtype)
+        self.selection = select(
+            settings,
+            registry,
+            running=True,
+            device=self.device.type,
+            mixer=mixer,
+            chunk_size=model.config.chunk_size,
+        )
+        limits, cache = self.selection.limits, self.selection.cache
+        tensors = slot_tensors(mixer, self.selection.decode)
+        num_layers = model.config.num_layers
+        slot_bytes = bytes_per_slot(tensors, num_layers)
+        num_slots = choose_num_slots(settings, cache, limits, slot_bytes, self.device)
+        self.pool = StatePool(tensors, num_layers, num_slots, self.device)
+        self.observers = registry.observers()
+        pipeline = Pipeline(
+            self.selection, device=self.device, num_slots=num_slots, observers=self.observers
+        )
+        self.runner = Runner(model, pipeline, self.pool)
+        self.scheduler = Scheduler(cache, limits, num_slots)
+        self._requests: dict[str, Request] = {}
+        self._ended: list[StreamEvent] = []
+        self._arrivals = self._steps = self._scheduled_tokens = self._generated = 0
+        self.runner.capture(progress)
+
+    # -- requests --------------------------------------------------------------------------------
+
+    def add_request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        stream: bool = False,
+    ) -> str:
+        """Queue a request; returns its id.
+
+        Args:
+            prompt: text, or token ids.
+            params: how to choose tokens; greedy if None.
+            request_id: a name of the caller's; drawn if None.
+            stream: give events with text as it comes, not only at the end.
+
+        Raises:
+            RequestError: the prompt is empty, too long, or holds an unknown token; the id is in
+                use.
+        """
+        params = SamplingParams() if params is None else params
+        tokens, text = self._prompt_tokens(prompt)
+        number = self._arrivals
+        request_id = f"request-{number}" if request_id is None else request_id
+        if request_id in self._requests:
+            raise RequestError(f"a request with the id {request_id!r} is still running")
+        longest = self.settings.engine.max_model_len
+        if len(tokens) + 1 > longest:
+            raise RequestError(
+                f"the prompt has {len(tokens)} tokens; with engine.max_model_len = {longest} it may"
+                f" have at most {longest - 1}, so that one can be generated"
+            )
+        self._arrivals += 1
+        most = longest if params.max_tokens is None else len(tokens) + params.max_tokens
+        seed = self.settings.engine.seed + number if params.seed is None else params.seed
+        request = Request(
+            request_id=request_id,
+            number=number,
+            prompt=text,
+            num_prompt_tokens=len(tokens),
+            tokens=tokens,
+            params=params,
+            limit=min(most, longest),
+            seed=seed,
+            stream=stream,
+            arrival=time.perf_counter(),
+        )
+        if stream or params.stop:
+            request.text = self._text_stream(request)
+        self._requests[request_id] = request
+        self.scheduler.add(request)
+        return request_id
+
+    def _prompt_tokens(self, prompt: Prompt) -> tuple[list[int], str | None]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise RequestError("this model has no tokenizer; give the prompt as token ids")
+            tokens, text = self.tokenizer.encode(prompt), prompt
+        elif isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
+            tokens, text = list(prompt), None
+        else:
+            raise RequestError(f"a prompt is text or token ids, got {type(prompt).__name__}")
+        if not tokens:
+            raise RequestError("the prompt is empty; it must have at least one token")
+        vocab = self.vocab_size
+        for at, token in enumerate(tokens):
+            if type(token) is not int or not 0 <= token < vocab:
+                raise RequestError(
+                    f"prompt token {at} is {token!r:.40}; token ids are integers from 0 to {vocab - 1}"
+                )
+        return tokens, text
+
+    def _text_stream(self, request: Request) -> TextStream | None:
+        if self.tokenizer is None:
+            return None
+        prompt = request.tokens[: request.num_prompt_tokens]
+        return TextStream(self.tokenizer.incremental_decoder(prompt), request.params.stop)
+
+    def cancel(self, request_id: str) -> bool:
+        """End a request now; the next `step` gives its last event. False if it does not run."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return False
+        self.scheduler.remove(request)
+        self._ended.append(self._end(request, "cancelled"))
+        return True
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has something to do or to tell."""
+        return bool(self._requests or self._ended)
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below this."""
+        return self.model.config.vocab_size
+
+    # -- a step ------------------------------------------------------------------------------------
+
+    def step(self) -> list[StreamEvent]:
+        """Schedule, run and sample one step; returns what is new.
+
+        Requests that do not stream give one event, at their end.
+        """
+        events, self._ended = self._ended, []
+        scheduled = self.scheduler.schedule()
+        if scheduled is None:
+            if self.scheduler.waiting and not self.scheduler.running:
+                request = self.scheduler.waiting[0]
+                self.scheduler.remove(request)
+                events.append(self._end(request, "error", "the state pool cannot hold it"))
+            return events
+        begun = time.perf_counter()
+        self._poison()
+        for request in scheduled.requests:
+            if request.first_scheduled is None:
+                request.first_scheduled = begun
+        plan, logits = self.runner.run(scheduled)
+        tokens, logprobs = self._sample(scheduled, logits)
+        self.scheduler.finish_step(scheduled, plan)
+        now = time.perf_counter()
+        self._steps += 1
+        self._scheduled_tokens += int(scheduled.step.query_start_loc[-1])
+        self._generated += len(tokens)
+        for nth, at in enumerate(scheduled.sampling.tolist()):
+            request = scheduled.requests[at]
+            if request.first_token is None:
+                request.first_token = now
+            event = self._advance(request, tokens[nth], logprobs.get(nth))
+            if event is not None:
+                events.append(event)
+        for observer in self.observers:
+            observer.step_run(plan, now - begun)
+        return events
+
+    def _poison(self) -> None:
+        """Fill slots that were given up with NaN, where that is asked for."""
+        freed = self.scheduler.pool.freed
+        if self.settings.engine.poison_freed_slots and freed:
+            self.pool.poison(sorted(set(freed)))
+        freed.clear()
+
+    def _sample(
+        self, scheduled: Scheduled, logits: torch.Tensor
+    ) -> tuple[list[int], dict[int, TokenLogprob]]:
+        """A token for every row that wants one, and log-probabilities of those that asked."""
+        requests = [scheduled.requests[at] for at in scheduled.sampling.tolist()]
+        if not requests:
+            return [], {}
+        tokens = sample(
+            logits,
+            [request.params for request in requests],
+            [request.seed for request in requests],
+            [len(request.tokens) for request in requests],
+        )
+        asked = [nth for nth, request in enumerate(requests) if request.params.logprobs is not None]
+        if not asked:
+            return tokens, {}
+        found = logprobs_of(
+            logits[torch.tensor(asked, device=logits.device)],
+            [tokens[nth] for nth in asked],
+            [requests[nth].params.logprobs or 0 for nth in asked],
+        )
+        return tokens, dict(zip(asked, found, strict=True))
+
+    def _advance(
+        self, request: Request, token: int, logprob: TokenLogprob | None
+    ) -> StreamEvent | None:
+        """Add a token to its request; the event it gives rise to, if any."""
+        request.tokens.append(token)
+        if logprob is not None:
+            request.logprobs.append(logprob)
+        params = request.params
+        ends = token in params.stop_token_ids or (
+            not params.ignore_eos
+            and self.tokenizer is not None
+            and token in self.tokenizer.eos_token_ids
+        )
+        text = ""
+        if request.text is not None and not ends:
+            text = request.text.push(token)
+            ends = request.text.stopped
+        if ends:
+            return self._finish(request, "stop", text)
+        if len(request.tokens) >= request.limit:
+            return self._finish(request, "length", text)
+        return self._event(request, text) if request.stream else None
+
+    def _finish(self, request: Request, reason: FinishReason, text: str) -> StreamEvent:
+        self.scheduler.remove(request)
+        return self._end(request, reason, text=text)
+
+    def _event(
+        self, request: Request, text: str, output: RequestOutput | None = None
+    ) -> StreamEvent:
+        """What is new since the request's last event."""
+        start = request.reported
+        request.reported = len(request.generated)
+        logprobs = tuple(request.logprobs[start:]) if request.params.logprobs is not None else None
+        return StreamEvent(
+            request.request_id, text, tuple(request.generated[start:]), logprobs, output
+        )
+
+    def _end(
+        self, request: Request, reason: FinishReason, error: str | None = None, text: str = ""
+    ) -> StreamEvent:
+        """The last event of a request that has left the scheduler."""
+        del self._requests[request.request_id]
+        generated = request.generated
+        if request.text is None:
+            request.text = self._text_stream(request)
+            if request.text is not None:
+                shown = generated[:-1] if reason == "stop" else generated
+                text = "".join(map(request.text.push, shown))
+        if request.text is not None:
+            text += request.text.finish()
+        output = RequestOutput(
+            request_id=request.request_id,
+            prompt=request.prompt,
+            prompt_token_ids=tuple(request.tokens[: request.num_prompt_tokens]),
+            text=request.text.text if request.text is not None else "",
+            token_ids=tuple(generated),
+            finish_reason=reason,
+            usage=Usage(request.num_prompt_tokens, len(generated), request.cached_tokens),
+            timing=Timing(
+                request.arrival,
+                request.first_scheduled,
+                request.first_token,
+                time.perf_counter(),
+            ),
+            logprobs=tuple(request.logprobs) if request.params.logprobs is not None else None,
+            seed=request.seed,
+            preemptions=request.preemptions,
+            error=error,
+        )
+        return self._event(request, text, output)
+
+    # -- many requests at once -------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Run prompts to their end; outputs in the order of the prompts.
+
+        A prompt that is refused gives an output with `finish_reason` "error"; the others run.
+
+        Raises:
+            RequestError: as many parameters as prompts are needed, or one for all.
+        """
+        outputs: dict[int, RequestOutput] = {}
+        number_of: dict[str, int] = {}
+        for number, (prompt, one) in enumerate(_paired(prompts, params)):
+            try:
+                number_of[self.add_request(prompt, one)] = number
+            except RequestError as error:
+                outputs[number] = _refused(f"refused-{number}", prompt, str(error))
+        while len(outputs) < len(number_of) + sum(
+            output.finish_reason == "error" and output.request_id.startswith("refused-")
+            for output in outputs.values()
+        ):
+            for event in self.step():
+                if event.output is not None and event.request_id in number_of:
+                    outputs[number_of[event.request_id]] = event.output
+        return [outputs[number] for number in sorted(outputs)]
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Iterator[StreamEvent]:
+        """Run prompts and give events as they come; a request's last one has its output.
+
+        Leaving the loop early cancels what still runs.
+
+        Raises:
+            RequestError: a prompt or its parameters are refused; nothing was started.
+        """
+        left: set[str] = set()
+        try:
+            for prompt, one in _paired(prompts, params):
+                left.add(self.add_request(prompt, one, stream=True))
+            while left:
+                for event in self.step():
+                    if event.request_id in left:
+                        if event.output is not None:
+                            left.discard(event.request_id)
+                        yield event
+        finally:
+            for request_id in left:
+                self.cancel(request_id)
+            self._ended = [event for event in self._ended if event.request_id not in left]
+
+    # -- what is going on --------------------------------------------------------------------------
+
+    def stats(self) -> EngineStats:
+        """Counts of requests, slots, steps and tokens."""
+        scheduler, pool = self.scheduler, self.scheduler.pool
+        return EngineStats(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            total_slots=pool.num_usable,
+            used_slots=pool.num_used,
+            free_slots=pool.num_free,
+            cached_slots=pool.num_cached,
+            steps=self._steps,
+            graph_steps=self.runner.graph_steps,
+            scheduled_tokens=self._scheduled_tokens,
+            generated_tokens=self._generated,
+            prefix_queries=scheduler.prefix_queries,
+            prefix_hits=scheduler.prefix_hits,
+            cached_tokens=scheduler.cached_tokens,
+            preemptions=scheduler.preemptions,
+            evictions=pool.evictions,
+        )
+
+    @property
+    def title(self) -> str:
+        """Model and strategies in a few words."""
+        names = self.selection.names
+        return (
+            f"{self.settings.model.path}: {names['decode']}, cache {names['cache']},"
+            f" graph {names['graph']}"
+        )
+
+    def describe(self) -> list[str]:
+        """What runs, a line each: model, strategies and notes about them, memory."""
+        config, pool = self.model.config, self.pool
+        names = ", ".join(f"{slot} {name}" for slot, name in self.selection.names.items())
+        lines = [
+            f"model {self.settings.model.path}: {config.num_layers} layers, d_model"
+            f" {config.d_model}, {self.model.dtype} on {self.device}".replace("torch.", ""),
+            f"strategies: {names}",
+            *self.selection.notes,
+            f"state pool: {pool.num_slots - 1} slots of {_size(pool.bytes_per_slot)},"
+            f" {_size(pool.nbytes)}, states in {self.settings.cache.state_dtype}",
+        ]
+        if self.runner.graph_bytes:
+            sizes = self.selection.graph.sizes
+            lines.append(f"{len(sizes)} graphs captured, {_size(self.runner.graph_bytes)}")
+        return lines
+
+    def facts(self) -> dict[str, Any]:
+        """What runs, as JSON values, for records of measurements."""
+        return {
+            "model": self.settings.model.path,
+            "dtype": str(self.model.dtype).removeprefix("torch."),
+            "device": str(self.device),
+            "strategies": dict(self.selection.names),
+            "limits": asdict(self.selection.limits),
+            "slots": self.pool.num_slots - 1,
+            "slot_bytes": self.pool.bytes_per_slot,
+        }
+
+    def close(self) -> None:
+        """Cancel what runs."""
+        for request_id in list(self._requests):
+            self.cancel(request_id)
+        self._ended.clear()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _paired(
+    prompts: Prompt | Sequence[Prompt],
+    params: SamplingParams | Sequence[SamplingParams] | None,
+) -> list[tuple[Prompt, SamplingParams | None]]:
+    """Each prompt with its parameters; one prompt or one set of parameters stands for all."""
+    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+        prompts = [prompts]  # type: ignore[list-item]
+    if params is None or isinstance(params, SamplingParams):
+        return [(prompt, params) for prompt in prompts]  # type: ignore[misc]
+    if len(params) != len(prompts):
+        raise RequestError(
+            f"{len(prompts)} prompts and {len(params)} parameters; give one for each"
+        )
+    return list(zip(prompts, params, strict=True))  # type: ignore[arg-type]
+
+
+def _refused(request_id: str, prompt: Prompt, error: str) -> RequestOutput:
+    now = time.perf_counter()
+    text = prompt if isinstance(prompt, str) else None
+    return RequestOutput(
+        request_id,
+        text,
+        (),
+        "",
+        (),
+        "error",
+        Usage(0, 0, 0),
+        Timing(now, None, None, now),
+        error=error,
+    )
+
+
+def _size(nbytes: int) -> str:
+    """Bytes as a person says them."""
+    size = float(nbytes)
+    for unit in ("bytes", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"

@@ -1,0 +1,272 @@
+"""Who runs next: first come first served under a token budget, with slots for every row.
+
+Running requests have a row in persistent arrays; a step takes decodes first, then prefills in order
+of arrival, then admits those who wait. When slots run out the request that arrived last makes room:
+it is computed again later, from its prompt and what it generated so far.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ssmcore.engine.blocks import BlockPool, PrefixHasher
+from ssmcore.engine.requests import Request
+from ssmcore.plan import StepPlan
+from ssmcore.step import Step
+from ssmcore.strategies import CacheMode, IntArray, Limits
+
+
+@dataclass(slots=True, eq=False)
+class Scheduled:
+    """One step: the requests of its rows in order, and the step itself.
+
+    Attributes:
+        rows: (R,), the scheduler's row of each.
+        sampling: positions within the step of rows whose last token gives a new one.
+    """
+
+    requests: list[Request]
+    rows: IntArray
+    query_lens: IntArray
+    step: Step
+    sampling: IntArray
+
+
+class Scheduler:
+    """Queues, rows and slots of all requests.
+
+    Attributes:
+        waiting: requests without a row, the next first.
+        running: requests with a row, in order of arrival.
+        preemptions, prefix_queries, prefix_hits, cached_tokens: counts so far.
+    """
+
+    def __init__(self, cache: CacheMode, limits: Limits, num_slots: int) -> None:
+        self.cache = cache
+        self.limits = limits
+        self.pool = BlockPool(num_slots)
+        self.hasher = PrefixHasher(cache.boundaries(limits.max_model_len))
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.preemptions = self.prefix_queries = self.prefix_hits = self.cached_tokens = 0
+        rows = limits.max_num_seqs
+        self._free_rows = list(range(rows - 1, -1, -1))
+        width = cache.table_width(limits.max_model_len)
+        self._table = np.zeros((rows, width), dtype=np.int32)
+        self._computed = np.zeros(rows, dtype=np.int64)
+        self._anchor = np.zeros(rows, dtype=np.int64)
+        self._first_held = np.zeros(rows, dtype=np.int64)
+
+    # -- requests come and go --------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Let a request wait for its turn."""
+        self.waiting.append(request)
+
+    def remove(self, request: Request) -> None:
+        """Forget a request wherever it is; its slots are released."""
+        if request.row >= 0:
+            self.running.remove(request)
+            self._vacate(request)
+        else:
+            self.waiting.remove(request)
+
+    def _vacate(self, request: Request) -> None:
+        row = request.row
+        for slot in self._table[row][self._table[row] > 0].tolist():
+            self.pool.release(slot)
+        self._table[row] = 0
+        self._free_rows.append(row)
+        request.row = -1
+
+    def _preempt_last(self) -> Request:
+        """Take the row from the request that arrived last; it waits in front of all others."""
+        request = max(self.running, key=lambda running: running.number)
+        self.running.remove(request)
+        self._vacate(request)
+        request.preemptions += 1
+        self.preemptions += 1
+        self.waiting.appendleft(request)
+        return request
+
+    # -- a step ------------------------------------------------------------------------------------
+
+    def schedule(self) -> Scheduled | None:
+        """The next step, or None if nothing can run."""
+        budget = self.limits.max_num_batched_tokens
+        ends: dict[int, int] = {}  # number of the request -> sequence length after the step
+        decoding, prefilling = self._by_phase()
+        for request in decoding[:budget]:
+            if request.row >= 0 and self._reserve(request, len(request.tokens)):
+                ends[request.number] = len(request.tokens)
+        budget -= len(ends)
+        for request in prefilling:
+            if request.row >= 0 and budget > 0:
+                budget -= self._schedule_prefill(request, budget, ends)
+        while self.waiting and self._free_rows and budget > 0:
+            spent = self._admit(self.waiting[0], budget, ends)
+            if spent == 0:
+                break
+            budget -= spent
+        chosen = [request for request in self.running if request.number in ends]
+        return self._step(chosen, ends) if chosen else None
+
+    def _by_phase(self) -> tuple[list[Request], list[Request]]:
+        """Running requests that decode, and those that still prefill."""
+        rows = np.array([request.row for request in self.running], dtype=np.int64)
+        done = (self._computed[rows] >= self._anchor[rows]).tolist()
+        decoding = [one for one, ready in zip(self.running, done, strict=True) if ready]
+        return decoding, [one for one, ready in zip(self.running, done, strict=True) if not ready]
+
+    def _schedule_prefill(self, request: Request, budget: int, ends: dict[int, int]) -> int:
+        """Give a running prefill its share; returns the tokens spent."""
+        computed = int(self._computed[request.row])
+        end = self._prefill_end(request, computed, budget)
+        if not self._reserve(request, end):
+            return 0
+        ends[request.number] = end
+        return end - computed
+
+    def _prefill_end(self, request: Request, computed: int, budget: int) -> int:
+        target = int(self._anchor[request.row])
+        return self.cache.prefill_end(computed, min(target, computed + budget), target)
+
+    def _admit(self, request: Request, budget: int, ends: dict[int, int]) -> int:
+        """Give a waiting request a row and its first tokens; returns the tokens spent, 0 if none."""
+        row = self._free_rows.pop()
+        request.row = row
+        self._anchor[row] = len(request.tokens)
+        computed, slot = self._find_prefix(request)
+        self._computed[row] = computed
+        self._first_held[row] = self.cache.column(np.array([computed]))[0]
+        if slot:
+            self.pool.refer(slot)
+            self._table[row, self._first_held[row]] = slot
+        end = self._prefill_end(request, computed, budget)
+        if not self._allocate(request, computed, end):
+            self._vacate(request)
+            return 0
+        self.waiting.popleft()
+        self._insert(request)
+        self._count_prefix(request, computed)
+        ends[request.number] = end
+        return end - computed
+
+    def _insert(self, request: Request) -> None:
+        """Keep `running` in order of arrival."""
+        at = len(self.running)
+        while at and self.running[at - 1].number > request.number:
+            at -= 1
+        self.running.insert(at, request)
+
+    def _find_prefix(self, request: Request) -> tuple[int, int]:
+        """Longest published prefix that leaves a token to run: its tokens and its slot, or 0, 0."""
+        if not self.cache.reuses_states:
+            return 0, 0
+        most = len(request.tokens) - 1
+        count = int(np.searchsorted(np.asarray(self.hasher.boundaries), most, side="right"))
+        self.hasher.extend(request.hashes, request.tokens, count)
+        for nth in range(count - 1, -1, -1):
+            slot = self.pool.find(request.hashes[nth])
+            if slot is not None:
+                return self.hasher.boundaries[nth], slot
+        return 0, 0
+
+    def _count_prefix(self, request: Request, computed: int) -> None:
+        if self.cache.reuses_states:
+            self.prefix_queries += 1
+            self.prefix_hits += computed > 0
+        self.cached_tokens += computed
+        if request.preemptions == 0:
+            request.cached_tokens = computed
+
+    def _reserve(self, request: Request, end: int) -> bool:
+        """Slots for a running request's step, others making room; False if it had to itself."""
+        computed = int(self._computed[request.row])
+        while not self._allocate(request, computed, end):
+            if self._preempt_last() is request:
+                return False
+        return True
+
+    def _allocate(self, request: Request, computed: int, end: int) -> bool:
+        """Give a row the slots that a step to `end` writes; False, and nothing changed, if too few."""
+        written = self.cache.columns_written(computed, end)
+        if self.cache.block_size is None:
+            written = range(written.start, written.stop + self.limits.num_spec_tokens)
+        held = self._table[request.row]
+        missing = [column for column in written if not held[column]]
+        if not missing:
+            return True
+        slots = self.pool.allocate(len(missing))
+        if slots is None:
+            return False
+        held[missing] = slots
+        return True
+
+    def _step(self, chosen: list[Request], ends: dict[int, int]) -> Scheduled:
+        """The step's arrays: decodes and one-token prompt tails first, then prefills."""
+        rows = np.array([request.row for request in chosen], dtype=np.int64)
+        seq_lens = np.array([ends[request.number] for request in chosen], dtype=np.int64)
+        computed = self._computed[rows]
+        behind = (computed < self._anchor[rows]) & ((seq_lens - computed > 1) | (computed == 0))
+        order = np.argsort(behind, kind="stable")
+        rows, seq_lens, computed = rows[order], seq_lens[order], computed[order]
+        query_lens = seq_lens - computed
+        loc = np.zeros(len(rows) + 1, dtype=np.int64)
+        np.cumsum(query_lens, out=loc[1:])
+        requests = [chosen[at] for at in order.tolist()]
+        step = Step(
+            query_start_loc=loc,
+            seq_lens=seq_lens,
+            is_prefilling=computed < self._anchor[rows],
+            block_table=self._table[rows],
+            decode_base=self._anchor[rows],
+        )
+        sampling = np.flatnonzero(seq_lens >= self._anchor[rows])
+        return Scheduled(requests, rows, query_lens, step, sampling)
+
+    def finish_step(self, scheduled: Scheduled, plan: StepPlan) -> None:
+        """The step has run: move on, publish whole states, release what no later step reads."""
+        rows, seq_lens = scheduled.rows, scheduled.step.seq_lens
+        computed = seq_lens - scheduled.query_lens
+        self._computed[rows] = seq_lens
+        if self.cache.block_size is None:
+            return
+        self._publish(scheduled, computed, seq_lens)
+        oldest = seq_lens.copy()
+        if plan.lag is not None:  # the next step may still read the state that this one read
+            decodes = min(plan.num_decodes, len(rows))
+            oldest[:decodes] = (computed[:decodes] - plan.lag[:decodes]).clip(min=0)
+        first = self.cache.column(oldest)
+        behind = np.flatnonzero(first > self._first_held[rows])
+        for at in behind.tolist():
+            row = int(rows[at])
+            passed = self._table[row, self._first_held[row] : first[at]]
+            for slot in passed[passed > 0].tolist():
+                self.pool.release(slot)
+            passed[:] = 0
+            self._first_held[row] = first[at]
+
+    def _publish(self, scheduled: Scheduled, computed: IntArray, seq_lens: IntArray) -> None:
+        """Let others find the whole states that the step left at boundaries."""
+        boundary = self.cache.last_boundary(seq_lens)
+        if boundary is None or not self.cache.reuses_states:
+            return
+        for at in np.flatnonzero(boundary > computed).tolist():
+            request = scheduled.requests[at]
+            points = self.cache.published(int(computed[at]), int(seq_lens[at]))
+            for tokens, column in zip(points, self._columns(points), strict=True):
+                nth = int(np.searchsorted(np.asarray(self.hasher.boundaries), tokens))
+                self.hasher.extend(request.hashes, request.tokens, nth + 1)
+                slot = int(self._table[scheduled.rows[at], column])
+                if slot:
+                    self.pool.publish(slot, request.hashes[nth])
+
+    def _columns(self, points: Sequence[int]) -> npt.NDArray[Any]:
+        return self.cache.column(np.array(points, dtype=np.int64))
