@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from ssmcore_kernels.checks import check_shape
+from ssmcore_kernels.checks import FLOATS, check
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -29,8 +29,10 @@ def gated_rms_norm(
     x, z: (tokens, d), activation dtype; weight: (d,). Comes back in the weight's dtype.
     """
     tokens, channels = x.shape
-    check_shape("z", z, (tokens, channels))
-    check_shape("weight", weight, (channels,))
+    check("z", z, "(tokens, d)", (tokens, channels), FLOATS, x.device)
+    check("weight", weight, "(d,)", (channels,), FLOATS, x.device)
+    if group_size < 1 or channels % group_size:
+        raise ValueError(f"group_size: {group_size}; wanted a divisor of the {channels} channels")
     dtype = torch.promote_types(x.dtype, torch.float32)
     gated = x.to(dtype) * torch.nn.functional.silu(z.to(dtype))
     grouped = gated.view(tokens, channels // group_size, group_size)

@@ -6,7 +6,6 @@ Meant for float64 and small shapes; never for running a model.
 from __future__ import annotations
 
 import torch
-from ssmcore_kernels.reference.time_step import time_step
 
 
 def conv_recurrence(
@@ -61,7 +60,8 @@ def ssd_recurrence(
     """
     tokens, heads, headdim = x.shape
     groups, dstate = B.shape[1:]
-    dt = time_step(dt, dt_bias, dt_limit)
+    dt = dt + dt_bias
+    dt = torch.logaddexp(dt, torch.zeros_like(dt)).clamp(*dt_limit)
     state = x.new_zeros(heads, headdim, dstate) if state is None else state.to(x.dtype)
     outputs, states = [], []
     for t in range(tokens):

@@ -8,7 +8,7 @@ With later(j) the sum of dt after entry j, the current token being the last entr
 from __future__ import annotations
 
 import torch
-from ssmcore_kernels.checks import check_shape
+from ssmcore_kernels.checks import BOOL, FLOATS, INTS, WIDE, check, check_mixer
 from ssmcore_kernels.reference.time_step import time_step
 
 
@@ -48,10 +48,21 @@ def replay_state_update(
         y: like x; zero for padding rows (write slot 0), which rewrite the null slot with its own
         content and change no other.
     """
-    rows, heads, headdim = x.shape
-    groups, dstate = B.shape[1:]
-    check_shape("state", state, (state.shape[0], heads, headdim, dstate))
-    check_shape("write_slots", write_slots, (rows,))
+    rows, heads, headdim, groups, dstate = check_mixer("rows", x, dt, A, B, C, D, dt_bias)
+    slots, size, device, same = state.shape[0], ring_x.shape[1], x.device, (x.dtype,)
+    shape: tuple[int, ...] = (slots, heads, headdim, dstate)
+    check("state", state, "(slots, heads, headdim, dstate)", shape, FLOATS, device)
+    shape = (slots, size, heads, headdim)
+    check("ring_x", ring_x, "(slots, L, heads, headdim)", shape, same, device)
+    check("ring_dt", ring_dt, "(slots, L, heads)", (slots, size, heads), WIDE, device)
+    shape = (slots, size, groups, dstate)
+    check("ring_B", ring_B, "(slots, L, groups, dstate)", shape, same, device)
+    check("state_read_slots", state_read_slots, "(rows,)", (rows,), INTS, device)
+    check("write_slots", write_slots, "(rows,)", (rows,), INTS, device)
+    check("write_pos", write_pos, "(rows,)", (rows,), INTS, device)
+    check("is_flush", is_flush, "(rows,)", (rows,), BOOL, device)
+    if out is not None:
+        check("out", out, "(rows, heads, headdim)", (rows, heads, headdim), same, device)
     per_group = heads // groups
     wide = torch.promote_types(x.dtype, torch.float32)
     write = write_slots.long()

@@ -6,7 +6,7 @@ S = exp(dt A) S + dt x B^T,   y = S C + D x        (Dao and Gu 2024, arXiv 2405.
 from __future__ import annotations
 
 import torch
-from ssmcore_kernels.checks import check_shape
+from ssmcore_kernels.checks import FLOATS, INTS, check, check_mixer
 from ssmcore_kernels.reference.time_step import time_step
 
 
@@ -33,53 +33,51 @@ def selective_state_update(
         dt: (rows, heads), raw; A, D, dt_bias: (heads,), float32.
         B, C: (rows, groups, dstate), activation dtype.
         dt_limit: bounds of dt after softplus.
-        state: (slots, heads, headdim, dstate), state dtype; updated in place.
+        state: (slots, heads, headdim, dstate), state dtype; updated in place, rounded only there.
+            No row may write a slot that another reads or writes.
         read_slots: (rows,), int32.
         write_slots: (rows,), int32; with `query_start_loc` (rows, 1 + S): the state after the row's
             token `j` goes to `write_slots[row, j]`. A row whose (first) write slot is 0 is padding:
             its output is zero and no slot changes.
-        query_start_loc: (rows + 1,), int32, or None for one token a row.
-        out: where y goes, or None to allocate it.
+        query_start_loc: (rows + 1,), int32, at most 1 + S tokens a row, or None for one. Tokens
+            behind the last row's are padding.
+        out: like x, where y goes, or None to allocate it.
 
     Returns:
-        y: like x. On a GPU padding rows rewrite the null slot with its own content.
+        y: like x. On a CPU, one token a row and slots without gaps inside, padding rows touch no
+        slot; otherwise they rewrite the null slot with its own content, NaN included.
+
+    Raises:
+        ValueError: an argument of another shape, dtype or device.
     """
-    heads, headdim = x.shape[1:]
-    check_shape("state", state, (state.shape[0], heads, headdim, B.shape[2]))
-    check_shape("dt", dt, (x.shape[0], heads))
-    check_shape("C", C, tuple(B.shape))
-    wide = torch.promote_types(x.dtype, torch.float32)
-    dt = time_step(dt, dt_bias, dt_limit)
-    decay = torch.exp(dt * A.to(dt.dtype))
-    xs = x.to(wide)
-    scaled = dt[..., None].to(wide) * xs
+    count, heads, headdim, _, dstate = check_mixer("rows", x, dt, A, B, C, D, dt_bias)
+    device, rows = x.device, read_slots.shape[0]
+    shape = (state.shape[0], heads, headdim, dstate)
+    check("state", state, "(slots, heads, headdim, dstate)", shape, FLOATS, device)
+    if out is not None:
+        check("out", out, "(rows, heads, headdim)", (count, heads, headdim), (x.dtype,), device)
     if query_start_loc is None:
-        check_shape("write_slots", write_slots, (x.shape[0],))
-        if x.device.type == "cpu" and state[0].is_contiguous():
-            y = _advance_on_cpu(
-                state, read_slots, write_slots, decay.to(wide), scaled, B.to(wide), C.to(wide)
-            )
-        else:
-            y = _advance(
-                state, read_slots, write_slots, decay.to(wide), scaled, B.to(wide), C.to(wide)
-            )
-        y = y + D.to(wide)[:, None] * xs
-        y = torch.where((write_slots > 0)[:, None, None], y, 0.0)
+        check("read_slots", read_slots, "(rows,)", (count,), INTS, device)
+        check("write_slots", write_slots, "(rows,)", (count,), INTS, device)
     else:
+        check("read_slots", read_slots, "(rows,)", (rows,), INTS, device)
+        check("query_start_loc", query_start_loc, "(rows + 1,)", (rows + 1,), INTS, device)
+        width = write_slots.shape[-1]
+        check("write_slots", write_slots, "(rows, 1 + S)", (rows, width), INTS, device)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    steps = time_step(dt, dt_bias, dt_limit).to(wide)
+    decay = torch.exp(steps * A.to(wide))
+    xs, bs, cs, skip = x.to(wide), B.to(wide), C.to(wide), D.to(wide)
+    scaled = steps[..., None] * xs
+    direct = skip[:, None] * xs
+    if query_start_loc is not None:
         y = _advance_several(
-            state,
-            read_slots,
-            write_slots,
-            query_start_loc,
-            decay.to(wide),
-            scaled,
-            B.to(wide),
-            C.to(wide),
+            state, read_slots, write_slots, query_start_loc, decay, scaled, bs, cs, direct
         )
-        live = (write_slots[:, 0] > 0).repeat_interleave(
-            (query_start_loc[1:] - query_start_loc[:-1]).long(), output_size=x.shape[0]
-        )
-        y = torch.where(live[:, None, None], y + D.to(wide)[:, None] * xs, 0.0)
+    elif device.type == "cpu" and state[0].is_contiguous():
+        y = _advance_on_cpu(state, read_slots, write_slots, decay, scaled, bs, cs, direct)
+    else:
+        y = _advance(state, read_slots, write_slots, decay, scaled, bs, cs, direct)
     y = y.to(x.dtype)
     return y if out is None else out.copy_(y)
 
@@ -92,28 +90,38 @@ def _advance_on_cpu(
     scaled: torch.Tensor,
     B: torch.Tensor,
     C: torch.Tensor,
+    direct: torch.Tensor,
 ) -> torch.Tensor:
     """Row by row in place: a state stays in cache between its update and its product with C."""
     rows, heads, headdim = scaled.shape
-    groups = B.shape[1]
-    per_group = heads // groups
-    y = scaled.new_zeros(rows, heads, headdim)
-    for row, (read, write) in enumerate(
-        zip(read_slots.tolist(), write_slots.tolist(), strict=True)
-    ):
+    groups, dstate = B.shape[1:]
+    y = torch.zeros_like(scaled)
+    same = state.dtype == scaled.dtype
+    scratch = None if same else scaled.new_empty(heads, headdim, dstate)
+    writes = write_slots.tolist()
+    per_row = zip(
+        read_slots.tolist(),
+        writes,
+        decay[..., None, None].unbind(),
+        scaled.view(rows, groups, -1, 1).unbind(),
+        B[:, :, None].unbind(),
+        C[..., None].unbind(),
+        y.view(rows, groups, -1, 1).unbind(),
+        strict=True,
+    )
+    for read, write, factor, inputs, b, c, out in per_row:
         if write == 0:
             continue
-        step = decay[row][:, None, None]
-        if state.dtype == scaled.dtype:
-            whole = torch.mul(state[read], step, out=state[write])
-        else:
-            whole = state[read].to(scaled.dtype) * step
-        grouped = whole.view(groups, per_group * headdim, -1)
-        grouped.baddbmm_(scaled[row].view(groups, -1, 1), B[row][:, None, :])
-        torch.bmm(grouped, C[row][:, :, None], out=y[row].view(groups, -1, 1))
-        if state.dtype != scaled.dtype:
-            state[write] = whole
-    return y
+        new = state[write] if scratch is None else scratch
+        old = new if same and read == write else state[read]
+        torch.mul(old, factor, out=new)
+        grouped = new.view(groups, -1, dstate)
+        grouped.baddbmm_(inputs, b)
+        torch.bmm(grouped, c, out=out)
+        if scratch is not None:
+            state[write] = scratch
+    y += direct
+    return torch.where((write_slots > 0)[:, None, None], y, 0.0) if 0 in writes else y
 
 
 def _advance(
@@ -124,17 +132,16 @@ def _advance(
     scaled: torch.Tensor,
     B: torch.Tensor,
     C: torch.Tensor,
+    direct: torch.Tensor,
 ) -> torch.Tensor:
     """All rows at once, without a look at the slots: may run under graph capture."""
     per_group = scaled.shape[1] // B.shape[1]
     write = write_slots.long()
-    live = (write > 0)[:, None, None, None]
-    old = state[torch.where(write > 0, read_slots.long(), 0)].to(scaled.dtype)
-    new = old * decay[..., None, None]
-    new = new + scaled[..., None] * B.repeat_interleave(per_group, dim=1)[:, :, None, :]
-    y = (new @ C.repeat_interleave(per_group, dim=1)[..., None]).squeeze(-1)
-    state[write] = torch.where(live, new.to(state.dtype), state[0])
-    return y
+    live = write > 0
+    old = state[torch.where(live, read_slots.long(), 0)].to(scaled.dtype)
+    new, y = _step(old, decay, scaled, B, C, per_group)
+    state[write] = torch.where(live[:, None, None, None], new.to(state.dtype), state[0])
+    return torch.where(live[:, None, None], y + direct, 0.0)
 
 
 def _advance_several(
@@ -146,23 +153,35 @@ def _advance_several(
     scaled: torch.Tensor,
     B: torch.Tensor,
     C: torch.Tensor,
+    direct: torch.Tensor,
 ) -> torch.Tensor:
     """Up to `1 + S` tokens a row; the state goes on unrounded from token to token."""
-    heads = scaled.shape[1]
-    per_group = heads // B.shape[1]
+    per_group = scaled.shape[1] // B.shape[1]
     loc = query_start_loc.long()
     lens = loc[1:] - loc[:-1]
-    whole = state[read_slots.long()].to(scaled.dtype)
+    real = write_slots[:, 0] > 0
+    whole = state[torch.where(real, read_slots.long(), 0)].to(scaled.dtype)
     y = torch.zeros_like(scaled)
     for nth in range(write_slots.shape[1]):
-        write = write_slots[:, nth].long()
-        live = (nth < lens) & (write_slots[:, 0] > 0) & (write > 0)
+        live = (nth < lens) & real
         token = torch.where(live, loc[:-1] + nth, 0)
-        whole = whole * decay[token][..., None, None]
-        outer = scaled[token][..., None]
-        whole = whole + outer * B[token].repeat_interleave(per_group, dim=1)[:, :, None, :]
-        result = (whole @ C[token].repeat_interleave(per_group, dim=1)[..., None]).squeeze(-1)
+        whole, result = _step(whole, decay[token], scaled[token], B[token], C[token], per_group)
         keep = torch.where(live[:, None, None, None], whole.to(state.dtype), state[0])
-        state[torch.where(live, write, 0)] = keep
-        y.index_add_(0, token, torch.where(live[:, None, None], result, 0.0))
+        state[torch.where(live, write_slots[:, nth].long(), 0)] = keep
+        y.index_add_(0, token, torch.where(live[:, None, None], result + direct[token], 0.0))
     return y
+
+
+def _step(
+    state: torch.Tensor,
+    decay: torch.Tensor,
+    scaled: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    per_group: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One token of every row: the new states and their products with C."""
+    bs, cs = (tensor.repeat_interleave(per_group, dim=1) for tensor in (B, C))
+    state = state * decay[..., None, None]
+    state = state + scaled[..., None] * bs[:, :, None, :]
+    return state, (state @ cs[..., None]).squeeze(-1)
