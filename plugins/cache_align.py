@@ -93,12 +93,12 @@ class AlignCache:
         return () if seq_len % self._size else (seq_len,)
 
     def prefill_end(self, computed: int, limit: int, target: int) -> int:
-        """The last block end within the budget, so that its state can be published.
+        """The last block end within the budget that leaves a token to run.
 
-        From the last block end before `target` on, and within a block that the budget cannot fill,
-        as far as the budget goes.
+        So the state there is published, and the same prompt finds it when it comes again. From that
+        block end on, and within a block that the budget cannot fill, as far as the budget goes.
         """
-        boundary = limit // self._size * self._size
+        boundary = min(limit, target - 1) // self._size * self._size
         return boundary if boundary > computed else limit
 
     def plan_fields(self, rows: Rows, out: Mapping[str, npt.NDArray[Any]]) -> None:
