@@ -7,6 +7,8 @@ With later(j) the sum of dt after entry j, the current token being the last entr
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from ssmcore_kernels.checks import BOOL, FLOATS, INTS, WIDE, check, check_mixer
 from ssmcore_kernels.reference.time_step import time_step
@@ -38,15 +40,20 @@ def replay_state_update(
         x: (rows, heads, headdim), activation dtype; dt: (rows, heads), raw.
         A, D, dt_bias: (heads,), float32; B, C: (rows, groups, dstate), activation dtype.
         dt_limit: bounds of dt after softplus.
-        state: (slots, heads, headdim, dstate), state dtype; updated in place on a flush.
+        state: (slots, heads, headdim, dstate), state dtype; updated in place on a flush. No row
+            may write a slot that another reads or writes.
         ring_x: (slots, L, heads, headdim), activation dtype; ring_dt: (slots, L, heads), float32,
             after bias, softplus and limit; ring_B: (slots, L, groups, dstate), activation dtype.
+            Entries `0..write_pos - 1` are pending; without a flush the token becomes `write_pos`.
         state_read_slots, write_slots, write_pos: (rows,), int32; is_flush: (rows,), bool.
         out: where y goes, or None to allocate it.
 
     Returns:
-        y: like x; zero for padding rows (write slot 0), which rewrite the null slot with its own
-        content and change no other.
+        y: like x; zero for padding rows (write slot 0). They and entries that nothing is written to
+        are at most rewritten with their own content, NaN included.
+
+    Raises:
+        ValueError: an argument of another shape, dtype or device.
     """
     rows, heads, headdim, groups, dstate = check_mixer("rows", x, dt, A, B, C, D, dt_bias)
     slots, size, device, same = state.shape[0], ring_x.shape[1], x.device, (x.dtype,)
@@ -63,43 +70,33 @@ def replay_state_update(
     check("is_flush", is_flush, "(rows,)", (rows,), BOOL, device)
     if out is not None:
         check("out", out, "(rows, heads, headdim)", (rows, heads, headdim), same, device)
-    per_group = heads // groups
     wide = torch.promote_types(x.dtype, torch.float32)
-    write = write_slots.long()
-    live = write > 0
+    live = write_slots > 0
     pending = torch.where(live, write_pos.long(), 0)
-    rates = A.to(wide)
-
+    rates, xs, bs, cs = A.to(wide), x.to(wide), B.to(wide), C.to(wide)
     new_dt = time_step(dt, dt_bias, dt_limit).to(wide)
-    dts, xs, bs = _entries(
-        ring_x, ring_dt, ring_B, write, pending, x.to(wide), new_dt, B.to(wide), wide
+
+    ring = _pending(ring_x, ring_dt, ring_B, write_slots.long(), pending, wide)
+    entries = _Entries(
+        torch.cat([ring.dt, new_dt[:, None]], dim=1),
+        torch.cat([ring.x, xs[:, None]], dim=1),
+        torch.cat([ring.B, bs[:, None]], dim=1),
     )
-    weight, decay = _weights(dts, rates)
+    weight, decay = _weights(entries.dt, rates)
+    products = (entries.B * cs[:, None]).sum(dim=-1)
+    products = products.repeat_interleave(heads // groups, dim=2)
+    y = ((weight * products)[..., None] * entries.x).sum(dim=1) + D.to(wide)[:, None] * xs
 
-    old = state[torch.where(live, state_read_slots.long(), 0)].to(wide)
-    cs = C.to(wide).repeat_interleave(per_group, dim=1)
-    products = (bs * C.to(wide)[:, None]).sum(dim=-1)
-    products = products.repeat_interleave(per_group, dim=2)
-    y = decay[..., None] * (old @ cs[..., None]).squeeze(-1)
-    y = y + ((weight * products)[..., None] * xs).sum(dim=1) + D.to(wide)[:, None] * x.to(wide)
-    y = torch.where(live[:, None, None], y, 0.0).to(x.dtype)
-
-    kept = torch.where(live, write, 0)
-    flush = is_flush & live
-    if (
-        x.device.type == "cpu"
-    ):  # fold just the rows that flush; a GPU would have to wait to know them
-        due = flush.nonzero().flatten()
-        folded = _fold(old[due], weight[due], decay[due], xs[due], bs[due])
-        state[kept[due]] = folded.to(state.dtype)
-    else:
-        folded = _fold(old, weight, decay, xs, bs).to(state.dtype)
-        state[kept] = torch.where(flush[:, None, None, None], folded, state[kept])
+    advance = _advance_on_cpu if device.type == "cpu" else _advance
+    carried = advance(
+        state, state_read_slots, write_slots, live & is_flush, entries, weight, decay, cs
+    )
+    y = torch.where(live[:, None, None], y + decay[..., None] * carried, 0.0).to(x.dtype)
     append = live & ~is_flush
-    at = torch.where(append, pending, 0)
-    for ring, entry in ((ring_x, x), (ring_dt, new_dt), (ring_B, B)):
+    slot, at = torch.where(live, write_slots, 0).long(), torch.where(append, pending, 0)
+    for buffer, entry in ((ring_x, x), (ring_dt, new_dt), (ring_B, B)):
         mask = append.view(-1, *[1] * (entry.dim() - 1))
-        ring[kept, at] = torch.where(mask, entry.to(ring.dtype), ring[kept, at])
+        buffer[slot, at] = torch.where(mask, entry.to(buffer.dtype), buffer[slot, at])
     return y if out is None else out.copy_(y)
 
 
@@ -124,57 +121,113 @@ def materialize_state(
         (rows, heads, headdim, dstate), float32 or wider; nothing is written.
     """
     wide = torch.promote_types(state.dtype, torch.float32)
-    live = torch.arange(ring_x.shape[1], device=state.device) < pending[:, None]
-    slots = ring_slots.long()
-    dts = torch.where(live[..., None], ring_dt[slots].to(wide), 0.0)
-    xs = torch.where(live[..., None, None], ring_x[slots].to(wide), 0.0)
-    bs = torch.where(live[..., None, None], ring_B[slots].to(wide), 0.0)
-    weight, decay = _weights(dts, A.to(wide))
-    return _fold(state[state_read_slots.long()].to(wide), weight, decay, xs, bs)
+    entries = _pending(ring_x, ring_dt, ring_B, ring_slots.long(), pending, wide)
+    weight, decay = _weights(entries.dt, A.to(wide))
+    return _fold(state[state_read_slots.long()].to(wide), entries, weight, decay)
 
 
-def _entries(
+class _Entries(NamedTuple):
+    """Inputs of every row, oldest first; zero where a row has none.
+
+    dt: (rows, entries, heads); x: (rows, entries, heads, headdim);
+    B: (rows, entries, groups, dstate).
+    """
+
+    dt: torch.Tensor
+    x: torch.Tensor
+    B: torch.Tensor
+
+
+def _pending(
     ring_x: torch.Tensor,
     ring_dt: torch.Tensor,
     ring_B: torch.Tensor,
     slots: torch.Tensor,
     pending: torch.Tensor,
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    B: torch.Tensor,
     wide: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Pending entries and the current token as the last: (rows, L + 1, ...), zero elsewhere."""
-    live = torch.arange(ring_x.shape[1], device=x.device) < pending[:, None]
-    dts = torch.where(live[..., None], ring_dt[slots].to(wide), 0.0)
-    xs = torch.where(live[..., None, None], ring_x[slots].to(wide), 0.0)
-    bs = torch.where(live[..., None, None], ring_B[slots].to(wide), 0.0)
-    return (
-        torch.cat([dts, dt[:, None]], dim=1),
-        torch.cat([xs, x[:, None]], dim=1),
-        torch.cat([bs, B[:, None]], dim=1),
+) -> _Entries:
+    """The rings of rows; what stands behind `pending`, NaN or not, counts for nothing."""
+    size = ring_x.shape[1]
+    if slots.device.type == "cpu":  # no further than the fullest ring
+        size = int(pending.max()) if len(pending) else 0
+    live = torch.arange(size, device=slots.device) < pending[:, None]
+    dt, x, B = (ring[:, :size][slots].to(wide) for ring in (ring_dt, ring_x, ring_B))
+    return _Entries(
+        torch.where(live[..., None], dt, 0.0),
+        torch.where(live[..., None, None], x, 0.0),
+        torch.where(live[..., None, None], B, 0.0),
     )
 
 
 def _weights(dts: torch.Tensor, rates: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """dt_j exp(A later(j)): (rows, entries, heads), and exp(A total): (rows, heads)."""
-    later = torch.flip(torch.cumsum(torch.flip(dts, (1,)), dim=1), (1,))
-    total = later[:, 0] if dts.shape[1] else dts.sum(dim=1)
-    later = torch.cat([later[:, 1:], torch.zeros_like(later[:, :1])], dim=1)
-    return dts * torch.exp(rates * later), torch.exp(rates * total)
+    down_to = torch.flip(torch.cumsum(torch.flip(dts, (1,)), dim=1), (1,))
+    down_to = torch.cat([down_to, dts.new_zeros(dts.shape[0], 1, dts.shape[2])], dim=1)
+    return dts * torch.exp(rates * down_to[:, 1:]), torch.exp(rates * down_to[:, 0])
 
 
 def _fold(
-    old: torch.Tensor,
+    old: torch.Tensor, entries: _Entries, weight: torch.Tensor, decay: torch.Tensor
+) -> torch.Tensor:
+    """exp(A total) S0 + sum_j weight_j x_j B_j^T, (rows, heads, headdim, dstate)."""
+    rows, heads, headdim, dstate = old.shape
+    count, groups = entries.B.shape[1:3]
+    width = heads // groups * headdim
+    inputs = (weight[..., None] * entries.x).reshape(rows, count, groups, width)
+    inputs = inputs.permute(0, 2, 3, 1).reshape(rows * groups, width, count)
+    bs = entries.B.transpose(1, 2).reshape(rows * groups, count, dstate)
+    folded = old * decay[..., None, None]
+    folded.view(rows * groups, width, dstate).baddbmm_(inputs, bs)
+    return folded
+
+
+def _advance_on_cpu(
+    state: torch.Tensor,
+    read_slots: torch.Tensor,
+    write_slots: torch.Tensor,
+    flush: torch.Tensor,
+    entries: _Entries,
     weight: torch.Tensor,
     decay: torch.Tensor,
-    xs: torch.Tensor,
-    bs: torch.Tensor,
+    C: torch.Tensor,
 ) -> torch.Tensor:
-    """exp(A total) S0 + sum_j weight_j x_j B_j^T."""
-    rows, heads, headdim, dstate = old.shape
-    groups = bs.shape[2]
-    inputs = (weight[..., None] * xs).permute(0, 2, 3, 1)  # (rows, heads, headdim, entries)
-    inputs = inputs.reshape(rows, groups, heads // groups * headdim, xs.shape[1])
-    added = inputs @ bs.transpose(1, 2)
-    return decay[..., None, None] * old + added.view(rows, heads, headdim, dstate)
+    """S0 C of live rows, and the folded states of rows that flush.
+
+    States are read where they are: to gather them first takes several times as long.
+    """
+    rows, heads = decay.shape
+    headdim, dstate = state.shape[2:]
+    groups = C.shape[1]
+    carried = C.new_zeros(rows, groups, heads // groups * headdim, 1)
+    slots = zip(read_slots.tolist(), write_slots.tolist(), flush.tolist(), strict=True)
+    for row, (read, write, due) in enumerate(slots):
+        if write == 0:
+            continue
+        old = state[read].to(C.dtype)
+        torch.bmm(old.reshape(groups, -1, dstate), C[row, :, :, None], out=carried[row])
+        if due:
+            part = slice(row, row + 1)
+            own = _Entries(*(tensor[part] for tensor in entries))
+            state[write] = _fold(old[None], own, weight[part], decay[part])[0]
+    return carried.view(rows, heads, headdim)
+
+
+def _advance(
+    state: torch.Tensor,
+    read_slots: torch.Tensor,
+    write_slots: torch.Tensor,
+    flush: torch.Tensor,
+    entries: _Entries,
+    weight: torch.Tensor,
+    decay: torch.Tensor,
+    C: torch.Tensor,
+) -> torch.Tensor:
+    """The same without a look at a value: folds every row and keeps what flushes."""
+    live = write_slots > 0
+    old = state[torch.where(live, read_slots, 0).long()].to(C.dtype)
+    cs = C.repeat_interleave(old.shape[1] // C.shape[1], dim=1)
+    carried = (old @ cs[..., None]).squeeze(-1)
+    slot = torch.where(live, write_slots, 0).long()
+    folded = _fold(old, entries, weight, decay).to(state.dtype)
+    state[slot] = torch.where(flush[:, None, None, None], folded, state[slot])
+    return carried

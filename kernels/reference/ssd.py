@@ -228,7 +228,7 @@ def _decay_(exponent: torch.Tensor) -> torch.Tensor:
     """exp of what is never above zero but for rounding, in place; 0 below the least exponent."""
     least = LEAST_EXPONENT[exponent.dtype]
     exponent.clamp_(least, 0.0).exp_()
-    return torch.nn.functional.threshold_(exponent, 1.001 * math.exp(least), 0.0)
+    return torch.threshold_(exponent, 1.001 * math.exp(least), 0.0)
 
 
 def _scan_padded(
