@@ -45,7 +45,7 @@ class StepSample:
         rows: requests in the step; `decodes` of them decode rows.
         tokens: tokens computed.
         running, waiting: requests that run and that wait.
-        slots: slots of the state pool in use.
+        slots, cached: slots of the state pool in use, and those that only hold a reusable state.
     """
 
     finished: float
@@ -56,6 +56,7 @@ class StepSample:
     running: int
     waiting: int
     slots: int
+    cached: int
 
 
 @dataclass(slots=True)
@@ -66,6 +67,7 @@ class Measurements:
         sent: requests handed to the engine.
         seconds: from the first arrival to the end.
         total_slots: slots of the pool that requests can use.
+        evictions: reusable states given up for others.
         complete: all requests were finished; False after an interruption.
     """
 
@@ -75,6 +77,7 @@ class Measurements:
     sent: int = 0
     seconds: float = 0.0
     total_slots: int = 0
+    evictions: int = 0
     complete: bool = False
 
 
@@ -137,11 +140,13 @@ def summarise(measured: Measurements) -> dict[str, Any]:
         "slots": {
             "total": measured.total_slots,
             "in_use": distribution(step.slots for step in measured.steps),
+            "cached": distribution(step.cached for step in measured.steps),
         },
         "cache": {
             "hit_rate": cached / prompt_tokens if prompt_tokens else None,
             "tokens_saved": cached,
             "requests_with_hits": sum(record.cached_tokens > 0 for record in served),
+            "evictions": measured.evictions,
             "preemptions": sum(record.preemptions for record in served),
         },
     }

@@ -15,9 +15,11 @@ from ssmcore.bench.metrics import Measurements, RequestRecord, StepSample
 from ssmcore.bench.workload import Item, PromptMaker, Workload
 from ssmcore.engine.requests import RequestOutput, SamplingParams
 from ssmcore.errors import RequestError
+from ssmcore.hookspecs import hookimpl
 
 if TYPE_CHECKING:
     from ssmcore.engine.engine import Engine
+    from ssmcore.observers import Observer
     from ssmcore.plan import StepPlan
 
 _LONGEST_NAP = 0.05
@@ -25,11 +27,16 @@ _LIVE_STEPS = 50
 
 
 class StepWatch:
-    """An observer that keeps what the last step was; the engine tells it of every step."""
+    """A plugin and observer in one: keeps what the last step was; the engine tells it."""
 
     def __init__(self) -> None:
         self.rows = self.decodes = self.tokens = 0
         self.seconds = 0.0
+
+    @hookimpl
+    def ssmcore_observers(self) -> list[Observer]:
+        """Offer itself."""
+        return [self]
 
     def step_planned(self, plan: StepPlan) -> None:
         """Nothing: only steps that ran count."""
@@ -101,6 +108,7 @@ class Replay:
                 self._wait()
             after_step()
         measured.seconds = self._now()
+        measured.evictions = self.engine.stats().evictions
         measured.complete = not self._unsent() and not self._sent
         for request_id in self._sent:
             self.engine.cancel(request_id)
@@ -172,6 +180,7 @@ class Replay:
                 running=stats.running,
                 waiting=stats.waiting + self._overdue(),
                 slots=stats.used_slots,
+                cached=stats.cached_slots,
             )
         )
 

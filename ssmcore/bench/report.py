@@ -32,7 +32,8 @@ def rates(summary: Mapping[str, Any]) -> list[str]:
     rate = "none" if hit_rate is None else f"{100 * hit_rate:.1f} %"
     lines.append(
         f"prefix cache: hit rate {rate}, {cache['tokens_saved']} prompt tokens saved in"
-        f" {cache['requests_with_hits']} requests; {cache['preemptions']} preemptions"
+        f" {cache['requests_with_hits']} requests, {cache['evictions']} evictions;"
+        f" {cache['preemptions']} preemptions"
     )
     return lines
 
@@ -65,6 +66,7 @@ def _rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str, list[str]]]:
         ("tokens in a step", "tokens", 1, steps["tokens"]),
         ("waiting", "requests", 1, steps["waiting"]),
         ("slots in use", f"of {total}", 1, summary["slots"]["in_use"]),
+        ("slots cached", f"of {total}", 1, summary["slots"]["cached"]),
     ):
         if found is None:
             yield name, unit, ["-"] * len(_COLUMNS)

@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from ssmcore import __version__
-from ssmcore.cli import config, plan, plugins
+from ssmcore.cli import bench, config, generate, plan, plugins
 from ssmcore.errors import SsmcoreError
 
 
@@ -64,3 +64,5 @@ def _root(
 app.add_typer(config.app, name="config")
 app.add_typer(plugins.app, name="plugins")
 app.command("plan")(plan.plan)
+app.command("generate")(generate.generate)
+app.add_typer(bench.app, name="bench")

@@ -52,7 +52,7 @@ def test_the_summary_counts_served_requests_only():
         record(prompt_tokens=300, cached_tokens=0, preemptions=2),
         record(error="too long", first_token=None, output_tokens=0),
     ]
-    measured.steps.append(StepSample(1.0, 0.5, 4, 3, 20, 4, 1, 5))
+    measured.steps.append(StepSample(1.0, 0.5, 4, 3, 20, 4, 1, 5, 2))
     summary = summarise(measured)
     assert summary["requests"] == {"planned": 4, "sent": 3, "finished": 2, "refused": 1}
     assert summary["throughput"] == {
@@ -66,6 +66,7 @@ def test_the_summary_counts_served_requests_only():
         "hit_rate": 25 / 400,
         "tokens_saved": 25,
         "requests_with_hits": 1,
+        "evictions": 0,
         "preemptions": 2,
     }
     assert summary["steps"]["rows"]["mean"] == 4

@@ -76,7 +76,12 @@ class ToyEngine:
         held = len(self.requests)
         running = min(held, self.rows)
         return SimpleNamespace(
-            running=running, waiting=held - running, used_slots=running, total_slots=self.rows
+            running=running,
+            waiting=held - running,
+            used_slots=running,
+            cached_slots=0,
+            total_slots=self.rows,
+            evictions=0,
         )
 
     def cancel(self, request_id):
