@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from ssmcore_kernels.reference.conv import causal_conv1d_prefill, causal_conv1d_update
 from ssmcore_kernels.reference.norm import add_rms_norm, gated_rms_norm, rms_norm
-from ssmcore_kernels.reference.ssd import ssd_prefill
+from ssmcore_kernels.reference.ssd import ssd_chunk_scan, ssd_prefill
 from ssmcore_kernels.reference.state_update import selective_state_update
 
 
@@ -23,6 +23,7 @@ class Kernels:
 
     causal_conv1d_prefill: Callable[..., torch.Tensor]
     causal_conv1d_update: Callable[..., torch.Tensor]
+    ssd_chunk_scan: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     ssd_prefill: Callable[..., torch.Tensor]
     selective_state_update: Callable[..., torch.Tensor]
     rms_norm: Callable[..., torch.Tensor]
@@ -35,6 +36,7 @@ def _kernels(device_type: str) -> Kernels:
     return Kernels(
         causal_conv1d_prefill=causal_conv1d_prefill,
         causal_conv1d_update=causal_conv1d_update,
+        ssd_chunk_scan=ssd_chunk_scan,
         ssd_prefill=ssd_prefill,
         selective_state_update=selective_state_update,
         rms_norm=rms_norm,

@@ -1,7 +1,7 @@
 """Argument checks of kernels: a message names the argument, what came and what must come.
 
-Values are never looked at, only shapes, dtypes and devices: a look at a value would have to wait
-for the device.
+A check looks at shapes, dtypes and devices, never at values, for which one would have to wait for a
+GPU.
 """
 
 from __future__ import annotations
@@ -14,6 +14,11 @@ FLOATS: Dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 WIDE: Dtypes = (torch.float32, torch.float64)
 INTS: Dtypes = (torch.int32, torch.int64)
 BOOL: Dtypes = (torch.bool,)
+
+
+def is_host(tensor: torch.Tensor) -> bool:
+    """Whether a look at a value of `tensor` waits for no device."""
+    return tensor.device.type == "cpu"
 
 
 def check(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 
 import torch
-from ssmcore_kernels.checks import BOOL, FLOATS, INTS, check, check_dims
+from ssmcore_kernels.checks import BOOL, FLOATS, INTS, check, check_dims, is_host
 from torch.nn.functional import silu
 
 BLOCK_TOKENS = 64  # so many rows of activations stay in a CPU core's cache between the taps
@@ -63,7 +63,7 @@ def causal_conv1d_prefill(
     initial = torch.where(has_initial_states[:, None, None], initial, 0.0)
     taps = weight.to(wide).t().contiguous()
     bias = None if bias is None else bias.to(wide)
-    if device.type == "cpu":
+    if is_host(x):
         loc = query_start_loc.tolist()
         if loc[0] != 0 or loc[-1] != x.shape[0]:
             raise ValueError(
@@ -188,9 +188,9 @@ def causal_conv1d_update(
         )
     check("x", x, "(rows, conv_dim)", (rows, x.shape[1]), (x.dtype,), device)
     check("write_slots", write_slots, "(rows,)", (rows,), INTS, device)
-    if device.type == "cpu":
+    if is_host(x):
         return _update_on_cpu(x, taps, bias, conv_state, read_slots, write_slots, activation)
-    write = write_slots.long()
+    write = write_slots.long().clamp(min=0)
     live = write > 0
     old = conv_state[torch.where(live, read_slots.long(), 0)]
     out = _convolve(old, x, taps, bias, activation)
@@ -209,7 +209,7 @@ def _update_on_cpu(
     activation: str | None,
 ) -> torch.Tensor:
     """Live rows only, known by a look at the slots."""
-    live = [row for row, slot in enumerate(write_slots.tolist()) if slot]
+    live = [row for row, slot in enumerate(write_slots.tolist()) if slot > 0]
     if len(live) < x.shape[0]:
         at = torch.tensor(live, dtype=torch.int64)
         out = torch.zeros_like(x, memory_format=torch.contiguous_format)

@@ -65,13 +65,14 @@ def ssd_recurrence(
     state = x.new_zeros(heads, headdim, dstate) if state is None else state.to(x.dtype)
     outputs, states = [], []
     for t in range(tokens):
-        new, y = torch.empty_like(state), torch.empty_like(x[t])
+        new, y = [], []
         for head in range(heads):
             group = head // (heads // groups)
             decay = torch.exp(dt[t, head] * A[head])
-            new[head] = decay * state[head] + dt[t, head] * torch.outer(x[t, head], B[t, group])
-            y[head] = new[head] @ C[t, group] + D[head] * x[t, head]
-        state = new
-        outputs.append(y)
+            added = dt[t, head] * torch.outer(x[t, head], B[t, group])
+            new.append(decay * state[head] + added)
+            y.append(new[head] @ C[t, group] + D[head] * x[t, head])
+        state = torch.stack(new)
+        outputs.append(torch.stack(y))
         states.append(state)
     return torch.stack(outputs), torch.stack(states)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from ssmcore_kernels.checks import BOOL, FLOATS, INTS, WIDE, check, check_mixer
+from ssmcore_kernels.checks import BOOL, FLOATS, INTS, WIDE, check, check_mixer, is_host
 from ssmcore_kernels.reference.time_step import time_step
 
 
@@ -76,7 +76,7 @@ def replay_state_update(
     rates, xs, bs, cs = A.to(wide), x.to(wide), B.to(wide), C.to(wide)
     new_dt = time_step(dt, dt_bias, dt_limit).to(wide)
 
-    ring = _pending(ring_x, ring_dt, ring_B, write_slots.long(), pending, wide)
+    ring = _pending(ring_x, ring_dt, ring_B, write_slots.long().clamp(min=0), pending, wide)
     entries = _Entries(
         torch.cat([ring.dt, new_dt[:, None]], dim=1),
         torch.cat([ring.x, xs[:, None]], dim=1),
@@ -87,7 +87,7 @@ def replay_state_update(
     products = products.repeat_interleave(heads // groups, dim=2)
     y = ((weight * products)[..., None] * entries.x).sum(dim=1) + D.to(wide)[:, None] * xs
 
-    advance = _advance_on_cpu if device.type == "cpu" else _advance
+    advance = _advance_on_cpu if is_host(x) else _advance
     carried = advance(
         state, state_read_slots, write_slots, live & is_flush, entries, weight, decay, cs
     )
@@ -148,7 +148,7 @@ def _pending(
 ) -> _Entries:
     """The rings of rows; what stands behind `pending`, NaN or not, counts for nothing."""
     size = ring_x.shape[1]
-    if slots.device.type == "cpu":  # no further than the fullest ring
+    if is_host(slots):  # no further than the fullest ring
         size = int(pending.max()) if len(pending) else 0
     live = torch.arange(size, device=slots.device) < pending[:, None]
     dt, x, B = (ring[:, :size][slots].to(wide) for ring in (ring_dt, ring_x, ring_B))
@@ -201,7 +201,7 @@ def _advance_on_cpu(
     carried = C.new_zeros(rows, groups, heads // groups * headdim, 1)
     slots = zip(read_slots.tolist(), write_slots.tolist(), flush.tolist(), strict=True)
     for row, (read, write, due) in enumerate(slots):
-        if write == 0:
+        if write <= 0:
             continue
         old = state[read].to(C.dtype)
         torch.bmm(old.reshape(groups, -1, dstate), C[row, :, :, None], out=carried[row])

@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterator
 
 import torch
-from ssmcore_kernels.checks import BOOL, FLOATS, INTS, check, check_mixer
+from ssmcore_kernels.checks import BOOL, FLOATS, INTS, check, check_mixer, is_host
 from ssmcore_kernels.reference.time_step import time_step
 
 SPAN_TOKENS = 64  # quadratic work per span against a pass over the state per span: measured
@@ -71,7 +71,7 @@ def ssd_chunk_scan(
         initial_states = initial_states.to(wide)
     steps = time_step(dt, dt_bias, dt_limit).to(wide)
     rates, skip = A.to(wide), D.to(wide)
-    if x.device.type == "cpu" and not _wants_gradients(x, dt, A, B, C, D, dt_bias, initial_states):
+    if is_host(x) and not _wants_gradients(x, dt, A, B, C, D, dt_bias, initial_states):
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
         states = x.new_empty((chunks, heads, headdim, dstate), dtype=wide)
         scan = _scan_in_place(
@@ -130,7 +130,7 @@ def ssd_prefill(
     wide = torch.promote_types(x.dtype, torch.float32)
     prior = state[read_slots.long()].to(wide)
     prior = torch.where(has_initial_states[:, None, None, None], prior, 0.0)
-    if device.type == "cpu" and not _wants_gradients(x, dt, A, B, C, D, dt_bias, None):
+    if is_host(x) and not _wants_gradients(x, dt, A, B, C, D, dt_bias, None):
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
         slots_of: dict[int, list[int]] = {}
         for chunk, slot in zip(write_chunks.tolist(), write_slots.tolist(), strict=True):

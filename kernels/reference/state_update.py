@@ -6,7 +6,7 @@ S = exp(dt A) S + dt x B^T,   y = S C + D x        (Dao and Gu 2024, arXiv 2405.
 from __future__ import annotations
 
 import torch
-from ssmcore_kernels.checks import FLOATS, INTS, check, check_mixer
+from ssmcore_kernels.checks import FLOATS, INTS, check, check_mixer, is_host
 from ssmcore_kernels.reference.time_step import time_step
 
 
@@ -74,7 +74,7 @@ def selective_state_update(
         y = _advance_several(
             state, read_slots, write_slots, query_start_loc, decay, scaled, bs, cs, direct
         )
-    elif device.type == "cpu" and state[0].is_contiguous():
+    elif is_host(x) and state[0].is_contiguous():
         y = _advance_on_cpu(state, read_slots, write_slots, decay, scaled, bs, cs, direct)
     else:
         y = _advance(state, read_slots, write_slots, decay, scaled, bs, cs, direct)
@@ -110,7 +110,7 @@ def _advance_on_cpu(
         strict=True,
     )
     for read, write, factor, inputs, b, c, out in per_row:
-        if write == 0:
+        if write <= 0:
             continue
         new = state[write] if scratch is None else scratch
         old = new if same and read == write else state[read]
@@ -121,7 +121,9 @@ def _advance_on_cpu(
         if scratch is not None:
             state[write] = scratch
     y += direct
-    return torch.where((write_slots > 0)[:, None, None], y, 0.0) if 0 in writes else y
+    if min(writes, default=1) > 0:
+        return y
+    return torch.where((write_slots > 0)[:, None, None], y, 0.0)
 
 
 def _advance(
@@ -136,7 +138,7 @@ def _advance(
 ) -> torch.Tensor:
     """All rows at once, without a look at the slots: may run under graph capture."""
     per_group = scaled.shape[1] // B.shape[1]
-    write = write_slots.long()
+    write = write_slots.long().clamp(min=0)
     live = write > 0
     old = state[torch.where(live, read_slots.long(), 0)].to(scaled.dtype)
     new, y = _step(old, decay, scaled, B, C, per_group)
