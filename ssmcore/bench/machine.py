@@ -50,4 +50,5 @@ def command_line() -> str:
 def _bare(argument: str) -> str:
     option, equals, value = argument.rpartition("=")
     path = Path(value)
-    return f"{option}{equals}{path.name}" if path.name and path.exists() else argument
+    in_a_folder = path.is_absolute() or (path.parent != Path() and path.parent.is_dir())
+    return f"{option}{equals}{path.name}" if in_a_folder else argument

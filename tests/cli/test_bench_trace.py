@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from ssmcore.bench.machine import command_line
 from ssmcore.cli import app
 
 DATA = Path(__file__).parent.parent / "data"
@@ -79,10 +80,24 @@ def test_limit_and_quiet():
     assert "2 of 2 requests finished" in result.stdout
 
 
-def test_the_command_is_kept_without_folders():
-    report = json.loads(run(CHAT, "--limit", "1", "--json").stdout)
-    assert report["trace"]["name"] == "chat_small.csv"
-    assert str(DATA) not in json.dumps(report)
+def test_the_command_is_kept_without_folders(monkeypatch, tmp_path):
+    plot = tmp_path / "out.png"
+    arguments = [
+        "bench",
+        "trace",
+        CHAT,
+        f"--plot={plot}",
+        "--set",
+        "model.path=a/b",
+        "--limit",
+        "1",
+    ]
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/ssmcore", *arguments])
+    assert command_line() == (
+        "ssmcore bench trace chat_small.csv --plot=out.png --set model.path=a/b --limit 1"
+    )
+    report = run(CHAT, "--limit", "1", "--json").stdout
+    assert str(DATA) not in report
 
 
 def test_plot_draws_a_picture(tmp_path):
