@@ -123,7 +123,8 @@ def trace(
     if as_json:
         typer.echo(json.dumps(report, indent=2, allow_nan=False))
     else:
-        _print(report, describe(workload, factor))
+        said = not quiet and sys.stdout.isatty() and sys.stderr.isatty()
+        _print(report, [] if said else describe(workload, factor))
     if plot is not None:
         save_plot(measured, f"{requests.name}, {engine.title}", plot)
         if not quiet:
