@@ -49,7 +49,15 @@ class AllCache:
         self._num_spec_tokens = context.limits.num_spec_tokens
 
     def check(self, selection: Selection) -> Conflict | None:
-        """Refuses to run blocks that do not end with a chunk."""
+        """Refuses to run blocks that do not end with a chunk, and drafts."""
+        drafts = selection.limits.num_spec_tokens
+        if selection.running and drafts:
+            return Conflict(
+                setting="cache.name = 'all'",
+                other=f"engine.num_spec_tokens = {drafts}",
+                reason="a state at every block end and one for every draft cannot both be kept yet",
+                instead="cache.name = 'align' or 'none', or engine.num_spec_tokens = 0",
+            )
         chunk = selection.limits.chunk_size
         if selection.running and self._size % chunk:
             return Conflict(

@@ -10,11 +10,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ssmcore.device import resolve_device
+from ssmcore.engine.drafting import NgramIndex
 from ssmcore.engine.memory import choose_num_slots
 from ssmcore.engine.requests import (
     FinishReason,
@@ -30,7 +31,7 @@ from ssmcore.engine.runner import Runner
 from ssmcore.engine.sampler import logprobs_of, sample
 from ssmcore.engine.scheduler import Scheduled, Scheduler
 from ssmcore.engine.text import TextStream
-from ssmcore.errors import RequestError, SettingsError
+from ssmcore.errors import CombinationError, RequestError
 from ssmcore.models.loading import load_model
 from ssmcore.models.mamba2 import Mamba2Model
 from ssmcore.models.tokenizer import Tokenizer
@@ -39,8 +40,16 @@ from ssmcore.registry import Registry
 from ssmcore.selection import select
 from ssmcore.settings import Settings
 from ssmcore.state import StatePool, bytes_per_slot, slot_tensors
+from ssmcore.strategies import IntArray
 
 Prompt = str | Sequence[int]
+
+
+class Sampled(NamedTuple):
+    """A new token, with its log-probabilities where they were asked for."""
+
+    token: int
+    logprob: TokenLogprob | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +82,8 @@ class EngineStats:
     cached_tokens: int
     preemptions: int
     evictions: int
+    drafted_tokens: int
+    accepted_drafts: int
 
 
 class Engine:
@@ -99,11 +110,7 @@ class Engine:
     ) -> None:
         self.settings = settings = Settings.load() if settings is None else settings
         registry = Registry.load() if registry is None else registry
-        if settings.engine.num_spec_tokens:
-            raise SettingsError(
-                f"engine.num_spec_tokens = {settings.engine.num_spec_tokens}: the engine cannot draft"
-                " tokens yet; plans can be made with them (`ssmcore plan`); use 0"
-            )
+        _check_draft_budget(settings)
         self.device = torch.device(resolve_device(settings.engine.device))
         select(settings, registry)  # faults that need no model are told before one is loaded
         if model is None:
@@ -140,6 +147,7 @@ class Engine:
         self._requests: dict[str, Request] = {}
         self._ended: list[StreamEvent] = []
         self._arrivals = self._steps = self._scheduled_tokens = self._generated = 0
+        self._drafted = self._drafts_accepted = 0
         self.runner.capture(progress)
 
     # -- requests --------------------------------------------------------------------------------
@@ -191,6 +199,8 @@ class Engine:
             stream=stream,
             arrival=time.perf_counter(),
         )
+        if self.selection.limits.num_spec_tokens:
+            request.ngrams = NgramIndex(request.tokens)
         if stream or params.stop:
             request.text = self._text_stream(request)
         self._requests[request_id] = request
@@ -262,17 +272,16 @@ class Engine:
             if request.first_scheduled is None:
                 request.first_scheduled = begun
         plan, logits = self.runner.run(scheduled)
-        tokens, logprobs = self._sample(scheduled, logits)
-        self.scheduler.finish_step(scheduled, plan)
+        results = self._sample(scheduled, logits)
+        self.scheduler.finish_step(scheduled, plan, self._accepted(scheduled, results))
         now = time.perf_counter()
         self._steps += 1
         self._scheduled_tokens += int(scheduled.step.query_start_loc[-1])
-        self._generated += len(tokens)
-        for nth, at in enumerate(scheduled.sampling.tolist()):
+        for at, sampled in zip(scheduled.sampling.tolist(), results, strict=True):
             request = scheduled.requests[at]
             if request.first_token is None:
                 request.first_token = now
-            event = self._advance(request, tokens[nth], logprobs.get(nth))
+            event = self._advance(request, sampled)
             if event is not None:
                 events.append(event)
         for observer in self.observers:
@@ -286,50 +295,92 @@ class Engine:
             self.pool.poison(sorted(set(freed)))
         freed.clear()
 
-    def _sample(
-        self, scheduled: Scheduled, logits: torch.Tensor
-    ) -> tuple[list[int], dict[int, TokenLogprob]]:
-        """A token for every row that wants one, and log-probabilities of those that asked."""
-        requests = [scheduled.requests[at] for at in scheduled.sampling.tolist()]
-        if not requests:
-            return [], {}
-        tokens = sample(
-            logits,
-            [request.params for request in requests],
-            [request.seed for request in requests],
-            [len(request.tokens) for request in requests],
-        )
-        asked = [nth for nth, request in enumerate(requests) if request.params.logprobs is not None]
-        if not asked:
-            return tokens, {}
-        found = logprobs_of(
-            logits[torch.tensor(asked, device=logits.device)],
-            [tokens[nth] for nth in asked],
-            [requests[nth].params.logprobs or 0 for nth in asked],
-        )
-        return tokens, dict(zip(asked, found, strict=True))
+    def _sample(self, scheduled: Scheduled, logits: torch.Tensor) -> list[list[Sampled]]:
+        """New tokens of every row that wants some, in the order of `scheduled.sampling`.
 
-    def _advance(
-        self, request: Request, token: int, logprob: TokenLogprob | None
-    ) -> StreamEvent | None:
-        """Add a token to its request; the event it gives rise to, if any."""
-        request.tokens.append(token)
-        if logprob is not None:
-            request.logprobs.append(logprob)
+        The tokens drawn at a row's drafts are those it would have drawn without drafts; they stand
+        as long as each draft is what was drawn in its place. So drafts change no token, greedy or
+        sampled.
+        """
+        rows = [scheduled.requests[at] for at in scheduled.sampling.tolist()]
+        if not rows:
+            return []
+        counts = scheduled.logit_counts.tolist()
+        owners = [
+            request for request, count in zip(rows, counts, strict=True) for _ in range(count)
+        ]
+        positions = [
+            len(request.tokens) + nth
+            for request, count in zip(rows, counts, strict=True)
+            for nth in range(count)
+        ]
+        params = [request.params for request in owners]
+        tokens = sample(logits, params, [request.seed for request in owners], positions)
+        logprobs = self._logprobs(logits, tokens, params)
+        results = []
+        start = 0
+        for request, count in zip(rows, counts, strict=True):
+            drafts = request.drafts if count > 1 else ()
+            row = [Sampled(tokens[start], logprobs[start])]
+            for nth, draft in enumerate(drafts):
+                if draft != tokens[start + nth]:
+                    break
+                row.append(Sampled(tokens[start + nth + 1], logprobs[start + nth + 1]))
+            results.append(row)
+            start += count
+        return results
+
+    def _logprobs(
+        self, logits: torch.Tensor, tokens: list[int], params: list[SamplingParams]
+    ) -> list[TokenLogprob | None]:
+        """Log-probabilities of the rows whose requests asked for them."""
+        found: list[TokenLogprob | None] = [None] * len(tokens)
+        asked = [at for at, one in enumerate(params) if one.logprobs is not None]
+        if asked:
+            values = logprobs_of(
+                logits[torch.tensor(asked, device=logits.device)],
+                [tokens[at] for at in asked],
+                [params[at].logprobs or 0 for at in asked],
+            )
+            for at, value in zip(asked, values, strict=True):
+                found[at] = value
+        return found
+
+    def _accepted(self, scheduled: Scheduled, results: list[list[Sampled]]) -> IntArray | None:
+        """How many tokens of each row stand, with speculative tokens; None: all of them."""
+        if not self.selection.limits.num_spec_tokens:
+            return None
+        accepted = scheduled.query_lens.copy()
+        for at, sampled in zip(scheduled.sampling.tolist(), results, strict=True):
+            drafted = int(scheduled.query_lens[at]) - 1
+            if scheduled.requests[at].drafts and drafted == len(scheduled.requests[at].drafts):
+                accepted[at] = len(sampled)
+                self._drafted += drafted
+                self._drafts_accepted += len(sampled) - 1
+        return accepted
+
+    def _advance(self, request: Request, sampled: list[Sampled]) -> StreamEvent | None:
+        """Add new tokens to their request; the event they give rise to, if any."""
         params = request.params
-        ends = token in params.stop_token_ids or (
-            not params.ignore_eos
-            and self.tokenizer is not None
-            and token in self.tokenizer.eos_token_ids
-        )
+        request.drafts = []
         text = ""
-        if request.text is not None and not ends:
-            text = request.text.push(token)
-            ends = request.text.stopped
-        if ends:
-            return self._finish(request, "stop", text)
-        if len(request.tokens) >= request.limit:
-            return self._finish(request, "length", text)
+        for token, logprob in sampled:
+            request.tokens.append(token)
+            self._generated += 1
+            if logprob is not None:
+                request.logprobs.append(logprob)
+            ends = token in params.stop_token_ids or (
+                not params.ignore_eos
+                and self.tokenizer is not None
+                and token in self.tokenizer.eos_token_ids
+            )
+            if request.text is not None and not ends:
+                text += request.text.push(token)
+                ends = request.text.stopped
+            if ends:
+                return self._finish(request, "stop", text)
+            if len(request.tokens) >= request.limit:
+                return self._finish(request, "length", text)
         return self._event(request, text) if request.stream else None
 
     def _finish(self, request: Request, reason: FinishReason, text: str) -> StreamEvent:
@@ -459,6 +510,8 @@ class Engine:
             cached_tokens=scheduler.cached_tokens,
             preemptions=scheduler.preemptions,
             evictions=pool.evictions,
+            drafted_tokens=self._drafted,
+            accepted_drafts=self._drafts_accepted,
         )
 
     @property
@@ -531,6 +584,17 @@ def _paired(
             f"{len(prompts)} prompts and {len(params)} parameters; give one for each"
         )
     return list(zip(prompts, params, strict=True))  # type: ignore[arg-type]
+
+
+def _check_draft_budget(settings: Settings) -> None:
+    """Refuse a token budget that one decoding row and its drafts would not fit in."""
+    drafts, budget = settings.engine.num_spec_tokens, settings.engine.max_num_batched_tokens
+    if drafts and budget < 1 + drafts:
+        raise CombinationError(
+            f"engine.num_spec_tokens = {drafts} cannot go with engine.max_num_batched_tokens ="
+            f" {budget}: a row takes {1 + drafts} tokens a step; what works: a budget of at least"
+            f" {1 + drafts}"
+        )
 
 
 def _refused(request_id: str, prompt: Prompt, error: str) -> RequestOutput:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from ssmcore.errors import RequestError
 
 if TYPE_CHECKING:
+    from ssmcore.engine.drafting import NgramIndex
     from ssmcore.engine.text import TextStream
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
@@ -208,6 +209,8 @@ class Request:
         row: its row among the running requests, -1 while it waits or when it has ended.
         hashes: prefix hashes of its tokens at the cache's boundaries, as far as they were needed.
         text: makes text of its tokens, where text is wanted before the end.
+        drafts: tokens that this step guesses to follow.
+        ngrams: where they are looked up, with speculative tokens.
     """
 
     request_id: str
@@ -222,6 +225,8 @@ class Request:
     arrival: float
     text: TextStream | None = None
     row: int = -1
+    drafts: list[int] = field(default_factory=list)
+    ngrams: NgramIndex | None = None
     hashes: list[bytes] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     reported: int = 0

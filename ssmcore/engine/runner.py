@@ -91,7 +91,7 @@ class Runner:
         """Run one step.
 
         Returns:
-            Its plan, and the logits of the rows in `scheduled.sampling`: (n, vocab_size), float32.
+            Its plan, and the logits of `scheduled.logit_tokens`: (n, vocab_size), float32.
             They are valid until the next step.
         """
         step = scheduled.step
@@ -103,14 +103,13 @@ class Runner:
         if not plan.has_prefills:
             graph = self._graphs.get(plan.num_reqs)
             if graph is not None and graph.key == plan.key:
-                graph.token_ids.copy_(self._upload(token_ids), non_blocking=True)
+                graph.token_ids[: len(token_ids)].copy_(self._upload(token_ids))
                 graph.graph.replay()
                 self.graph_steps += 1
-                return plan, self._pick(graph.logits, scheduled.sampling)
+                return plan, self._pick(graph.logits, scheduled.logit_tokens)
         self.eager_steps += 1
         hidden = self.model.forward(self._upload(token_ids), plan, self.pool, self._decode)
-        ends = scheduled.step.query_start_loc[1:] - 1
-        return plan, self.model.logits(self._pick(hidden, ends[scheduled.sampling]))
+        return plan, self.model.logits(self._pick(hidden, scheduled.logit_tokens))
 
     def _only_decodes(self, step: Step) -> bool:
         """Whether a step has no prefills, as the classifier sees it; only such steps are padded."""
@@ -134,6 +133,8 @@ class Runner:
 def _token_ids(scheduled: Scheduled) -> IntArray:
     """Tokens of all rows, packed in their order."""
     step = scheduled.step
+    if any(request.drafts for request in scheduled.requests):
+        return _with_drafts(scheduled)
     if len(step.seq_lens) == step.query_start_loc[-1]:
         ends = step.seq_lens.tolist()
         return np.array(
@@ -144,6 +145,15 @@ def _token_ids(scheduled: Scheduled) -> IntArray:
     ends, lens = step.seq_lens.tolist(), scheduled.query_lens.tolist()
     for request, end, count in zip(scheduled.requests, ends, lens, strict=True):
         tokens += request.tokens[end - count : end]
+    return np.array(tokens, dtype=np.int64)
+
+
+def _with_drafts(scheduled: Scheduled) -> IntArray:
+    tokens: list[int] = []
+    ends, lens = scheduled.step.seq_lens.tolist(), scheduled.query_lens.tolist()
+    for request, end, count in zip(scheduled.requests, ends, lens, strict=True):
+        known = (request.tokens + request.drafts) if request.drafts else request.tokens
+        tokens += known[end - count : end]
     return np.array(tokens, dtype=np.int64)
 
 
@@ -168,5 +178,13 @@ def _pad(step: Step, token_ids: IntArray, rows: int) -> tuple[Step, IntArray]:
             ]
         ),
         decode_base=None if base is None else zeros(base),
+        num_accepted_tokens=_extended(step.num_accepted_tokens, extra, 1),
+        num_draft_tokens=_extended(step.num_draft_tokens, extra, -1),
     )
+    if step.num_accepted_tokens is not None:  # padding rows have no token at all
+        return padded, token_ids
     return padded, zeros(token_ids)
+
+
+def _extended(values: IntArray | None, extra: int, value: int) -> IntArray | None:
+    return None if values is None else np.concatenate([values, np.full(extra, value)])

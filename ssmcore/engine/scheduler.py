@@ -28,7 +28,10 @@ class Scheduled:
 
     Attributes:
         rows: (R,), the scheduler's row of each.
-        sampling: positions within the step of rows whose last token gives a new one.
+        sampling: (n,), positions within the step of rows that give new tokens.
+        logit_tokens: packed offsets of the tokens whose logits are wanted, in the order of
+            `sampling`: each row's last, or all `1 + d` of a row with `d` drafts.
+        logit_counts: (n,), how many of them each row has.
     """
 
     requests: list[Request]
@@ -36,6 +39,8 @@ class Scheduled:
     query_lens: IntArray
     step: Step
     sampling: IntArray
+    logit_tokens: IntArray
+    logit_counts: IntArray
 
 
 class Scheduler:
@@ -62,6 +67,8 @@ class Scheduler:
         self._computed = np.zeros(rows, dtype=np.int64)
         self._anchor = np.zeros(rows, dtype=np.int64)
         self._first_held = np.zeros(rows, dtype=np.int64)
+        self._accepted = np.ones(rows, dtype=np.int64)
+        self._draft_slots: dict[int, list[int]] = {}
 
     # -- requests come and go --------------------------------------------------------------------
 
@@ -82,6 +89,8 @@ class Scheduler:
         for slot in self._table[row][self._table[row] > 0].tolist():
             self.pool.release(slot)
         self._table[row] = 0
+        self._accepted[row] = 1
+        self._draft_slots.pop(row, None)
         self._free_rows.append(row)
         request.row = -1
 
@@ -103,9 +112,8 @@ class Scheduler:
         ends: dict[int, int] = {}  # number of the request -> sequence length after the step
         decoding, prefilling = self._by_phase()
         for request in decoding[:budget]:
-            if request.row >= 0 and self._reserve(request, len(request.tokens)):
-                ends[request.number] = len(request.tokens)
-        budget -= len(ends)
+            if request.row >= 0 and budget > 0:
+                budget -= self._schedule_decode(request, budget, ends)
         for request in prefilling:
             if request.row >= 0 and budget > 0:
                 budget -= self._schedule_prefill(request, budget, ends)
@@ -124,18 +132,46 @@ class Scheduler:
         decoding = [one for one, ready in zip(self.running, done, strict=True) if ready]
         return decoding, [one for one, ready in zip(self.running, done, strict=True) if not ready]
 
+    def _schedule_decode(self, request: Request, budget: int, ends: dict[int, int]) -> int:
+        """Give a decoding request its token and its drafts; returns the tokens spent."""
+        known = len(request.tokens)
+        request.drafts = []
+        if request.ngrams is not None:
+            room = min(self.limits.num_spec_tokens, budget - 1, request.limit - known - 1)
+            request.drafts = request.ngrams.draft(room) if room > 0 else []
+        end = known + len(request.drafts)
+        if not self._reserve(request, end):
+            return 0
+        ends[request.number] = end
+        return 1 + len(request.drafts)
+
     def _schedule_prefill(self, request: Request, budget: int, ends: dict[int, int]) -> int:
         """Give a running prefill its share; returns the tokens spent."""
         computed = int(self._computed[request.row])
         end = self._prefill_end(request, computed, budget)
-        if not self._reserve(request, end):
+        if end == computed or not self._reserve(request, end):
             return 0
         ends[request.number] = end
         return end - computed
 
     def _prefill_end(self, request: Request, computed: int, budget: int) -> int:
         target = int(self._anchor[request.row])
-        return self.cache.prefill_end(computed, min(target, computed + budget), target)
+        limit = min(target, computed + budget)
+        end = self.cache.prefill_end(computed, limit, target)
+        if not self._moves_draft_slots or end == target:
+            return end
+        # A lone token behind a boundary would run as a decode and write over the state published
+        # there: steps take two tokens at least, and leave none or two at least.
+        for end in (end, limit):
+            end -= target - end == 1
+            if end - computed >= 2:
+                return end
+        return computed
+
+    @property
+    def _moves_draft_slots(self) -> bool:
+        """Whether rows have `1 + S` slots that move along with the running block."""
+        return self.limits.num_spec_tokens > 0 and self.cache.block_size is not None
 
     def _admit(self, request: Request, budget: int, ends: dict[int, int]) -> int:
         """Give a waiting request a row and its first tokens; returns the tokens spent, 0 if none."""
@@ -149,7 +185,7 @@ class Scheduler:
             self.pool.refer(slot)
             self._table[row, self._first_held[row]] = slot
         end = self._prefill_end(request, computed, budget)
-        if not self._allocate(request, computed, end):
+        if end == computed or not self._allocate(request, computed, end):
             self._vacate(request)
             return 0
         self.waiting.popleft()
@@ -169,7 +205,7 @@ class Scheduler:
         """Longest published prefix that leaves a token to run: its tokens and its slot, or 0, 0."""
         if not self.cache.reuses_states:
             return 0, 0
-        most = len(request.tokens) - 1
+        most = len(request.tokens) - (2 if self._moves_draft_slots else 1)
         count = int(np.searchsorted(np.asarray(self.hasher.boundaries), most, side="right"))
         self.hasher.extend(request.hashes, request.tokens, count)
         for nth in range(count - 1, -1, -1):
@@ -195,7 +231,9 @@ class Scheduler:
         return True
 
     def _allocate(self, request: Request, computed: int, end: int) -> bool:
-        """Give a row the slots that a step to `end` writes; False, and nothing changed, if too few."""
+        """Give a row the slots that a step to `end` writes; False and nothing changed if too few."""
+        if self._moves_draft_slots and computed >= self._anchor[request.row]:
+            return self._place_draft_slots(request.row, computed, end)
         written = self.cache.columns_written(computed, end)
         if self.cache.block_size is None:
             written = range(written.start, written.stop + self.limits.num_spec_tokens)
@@ -207,6 +245,24 @@ class Scheduler:
         if slots is None:
             return False
         held[missing] = slots
+        return True
+
+    def _place_draft_slots(self, row: int, computed: int, end: int) -> bool:
+        """Put a decoding row's `1 + S` slots where the step's running block is.
+
+        Ids move, states never do. The first slot is the one that prefill left the state in.
+        """
+        table = self._table[row]
+        slots = self._draft_slots.get(row)
+        if slots is None:
+            more = self.pool.allocate(self.limits.num_spec_tokens)
+            if more is None:
+                return False
+            current = int(table[self.cache.column(np.array([computed]))[0]])
+            slots = self._draft_slots[row] = [current, *more]
+        first = int(self.cache.column(np.array([end]))[0])
+        table[:] = 0
+        table[first : first + len(slots)] = slots
         return True
 
     def _step(self, chosen: list[Request], ends: dict[int, int]) -> Scheduled:
@@ -221,28 +277,60 @@ class Scheduler:
         loc = np.zeros(len(rows) + 1, dtype=np.int64)
         np.cumsum(query_lens, out=loc[1:])
         requests = [chosen[at] for at in order.tolist()]
+        prefilling = computed < self._anchor[rows]
+        speculative = self.limits.num_spec_tokens > 0
         step = Step(
             query_start_loc=loc,
             seq_lens=seq_lens,
-            is_prefilling=computed < self._anchor[rows],
+            is_prefilling=prefilling,
             block_table=self._table[rows],
             decode_base=self._anchor[rows],
+            num_accepted_tokens=self._accepted[rows] if speculative else None,
+            num_draft_tokens=np.where(prefilling, -1, query_lens - 1) if speculative else None,
         )
         sampling = np.flatnonzero(seq_lens >= self._anchor[rows])
-        return Scheduled(requests, rows, query_lens, step, sampling)
+        counts = np.where(prefilling, 1, query_lens)[sampling]
+        logit_tokens = loc[1:][sampling] - 1
+        if speculative:
+            row_of = np.repeat(np.arange(len(counts)), counts)
+            nth = np.arange(len(row_of)) - (np.cumsum(counts) - counts)[row_of]
+            logit_tokens = (logit_tokens - counts + 1)[row_of] + nth
+        return Scheduled(requests, rows, query_lens, step, sampling, logit_tokens, counts)
 
-    def finish_step(self, scheduled: Scheduled, plan: StepPlan) -> None:
-        """The step has run: move on, publish whole states, release what no later step reads."""
+    def finish_step(
+        self, scheduled: Scheduled, plan: StepPlan, accepted: IntArray | None = None
+    ) -> None:
+        """The step has run: move on, publish whole states, release what no later step reads.
+
+        Args:
+            accepted: (R,), tokens of each row that stand, with speculative tokens; None: all.
+        """
         rows, seq_lens = scheduled.rows, scheduled.step.seq_lens
         computed = seq_lens - scheduled.query_lens
+        if accepted is not None:
+            decoded = computed >= self._anchor[rows]
+            seq_lens = np.where(decoded, computed + accepted, seq_lens)
+            self._accepted[rows] = np.where(decoded, accepted, 1)
         self._computed[rows] = seq_lens
         if self.cache.block_size is None:
             return
-        self._publish(scheduled, computed, seq_lens)
+        if (
+            self._moves_draft_slots
+        ):  # the slot of a row's current state is written again: not shared
+            unfinished = np.flatnonzero(seq_lens < self._anchor[rows])
+            self._publish(scheduled, computed, seq_lens, unfinished)
+            prefills = np.flatnonzero(computed < self._anchor[rows])
+            self._release(rows[prefills], seq_lens[prefills])
+            return
+        self._publish(scheduled, computed, seq_lens, np.arange(len(rows)))
         oldest = seq_lens.copy()
         if plan.lag is not None:  # the next step may still read the state that this one read
             decodes = min(plan.num_decodes, len(rows))
             oldest[:decodes] = (computed[:decodes] - plan.lag[:decodes]).clip(min=0)
+        self._release(rows, oldest)
+
+    def _release(self, rows: IntArray, oldest: IntArray) -> None:
+        """Give up columns before the one that holds the state after `oldest` tokens."""
         first = self.cache.column(oldest)
         behind = np.flatnonzero(first > self._first_held[rows])
         for at in behind.tolist():
@@ -253,12 +341,14 @@ class Scheduler:
             passed[:] = 0
             self._first_held[row] = first[at]
 
-    def _publish(self, scheduled: Scheduled, computed: IntArray, seq_lens: IntArray) -> None:
+    def _publish(
+        self, scheduled: Scheduled, computed: IntArray, seq_lens: IntArray, among: IntArray
+    ) -> None:
         """Let others find the whole states that the step left at boundaries."""
         boundary = self.cache.last_boundary(seq_lens)
         if boundary is None or not self.cache.reuses_states:
             return
-        for at in np.flatnonzero(boundary > computed).tolist():
+        for at in among[boundary[among] > computed[among]].tolist():
             request = scheduled.requests[at]
             points = self.cache.published(int(computed[at]), int(seq_lens[at]))
             for tokens, column in zip(points, self._columns(points), strict=True):

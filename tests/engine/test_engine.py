@@ -15,7 +15,7 @@ from engine_builders import (
 )
 
 from ssmcore.engine.requests import SamplingParams
-from ssmcore.errors import CapacityError, CombinationError, RequestError, SettingsError
+from ssmcore.errors import CapacityError, CombinationError, RequestError
 
 PROMPTS = prompts_of(1, 2, 3, 4, 63, 64, 65, 130)
 
@@ -305,8 +305,6 @@ def test_combinations_that_cannot_run_are_refused_before_a_model_is_loaded():
         )
     with pytest.raises(CombinationError, match=r"block_size = 48.*chunk size = 64"):
         make_engine(cache={"name": "all", "block_size": 48})
-    with pytest.raises(SettingsError, match="num_spec_tokens"):
-        make_engine(engine={"num_spec_tokens": 2})
 
 
 def test_16_bit_states_stay_close():
