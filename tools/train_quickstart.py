@@ -4,8 +4,8 @@
 
 One document is one file: the token 256, then its bytes. Files are held out by a hash of their path.
 Writes config.json, model.safetensors (bfloat16) and training.json (data, seed, steps, versions,
-held-out bits per byte). With `--steps` the schedule is fixed; otherwise the first steps are timed and
-their number is chosen to fit `--minutes`.
+held-out bits per byte). With `--steps` the schedule is fixed; otherwise the first steps are timed
+and their number is chosen to fit `--minutes`.
 """
 
 from __future__ import annotations

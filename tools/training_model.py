@@ -53,7 +53,7 @@ class Norm(nn.Module):
 
 
 def scan(x, dt, rates, b, c, chunk):
-    """x (batch, length, heads, headdim), dt (batch, length, heads), b, c (batch, length, dstate)."""
+    """x (batch, length, heads, headdim), dt (.., heads), b, c (.., dstate); y like x."""
     batch, length, heads, headdim = x.shape
     parts = length // chunk
     x = x.view(batch, parts, chunk, heads, headdim)
@@ -68,7 +68,7 @@ def scan(x, dt, rates, b, c, chunk):
     y = weight @ xs
     left = (torch.exp(cum[..., -1:] - cum) * dt).to(x.dtype)
     added = (xs * left[..., None]).transpose(-1, -2) @ b[:, :, None]  # (.., heads, headdim, dstate)
-    ends = functional.pad(cum[..., -1].permute(0, 2, 1), (1, 0)).cumsum(-1)  # (batch, heads, parts+1)
+    ends = functional.pad(cum[..., -1].permute(0, 2, 1), (1, 0)).cumsum(-1)  # per part
     between = (ends[..., :-1, None] - ends[..., None, 1:]).masked_fill(
         ~torch.ones(parts, parts, dtype=torch.bool, device=x.device).tril(-1), -math.inf
     )

@@ -27,7 +27,7 @@ class NgramIndex:
         self._indexed = 0
 
     def draft(self, count: int) -> list[int]:
-        """Up to `count` tokens that may come next; [] if the last tokens never stood here before."""
+        """Up to `count` tokens that may come next; [] if the last ones never stood here."""
         tokens = self._tokens
         self._index()
         for length in LENGTHS:

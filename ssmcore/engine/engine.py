@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -24,13 +24,13 @@ from ssmcore.engine.requests import (
     SamplingParams,
     StreamEvent,
     Timing,
-    TokenLogprob,
     Usage,
 )
 from ssmcore.engine.runner import Runner
-from ssmcore.engine.sampler import logprobs_of, sample
 from ssmcore.engine.scheduler import Scheduled, Scheduler
+from ssmcore.engine.stats import EngineStats, readable_size
 from ssmcore.engine.text import TextStream
+from ssmcore.engine.verification import Sampled, sample_step
 from ssmcore.errors import CombinationError, RequestError
 from ssmcore.models.loading import load_model
 from ssmcore.models.mamba2 import Mamba2Model
@@ -43,47 +43,6 @@ from ssmcore.state import StatePool, bytes_per_slot, slot_tensors
 from ssmcore.strategies import IntArray
 
 Prompt = str | Sequence[int]
-
-
-class Sampled(NamedTuple):
-    """A new token, with its log-probabilities where they were asked for."""
-
-    token: int
-    logprob: TokenLogprob | None
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """Where the engine stands, and counts since it started.
-
-    Attributes:
-        running, waiting: requests.
-        total_slots, used_slots, free_slots, cached_slots: of the pool, without the null slot;
-            cached
-            ones hold a state that others may start from and belong to nobody.
-        steps, graph_steps: steps run, and those of them that replayed a graph.
-        scheduled_tokens, generated_tokens: tokens run through the model, and sampled.
-        prefix_queries, prefix_hits, cached_tokens: looks for a prefix, finds, and tokens not
-            computed. preemptions, evictions: requests that made room, and cached states given up.
-    """
-
-    running: int
-    waiting: int
-    total_slots: int
-    used_slots: int
-    free_slots: int
-    cached_slots: int
-    steps: int
-    graph_steps: int
-    scheduled_tokens: int
-    generated_tokens: int
-    prefix_queries: int
-    prefix_hits: int
-    cached_tokens: int
-    preemptions: int
-    evictions: int
-    drafted_tokens: int
-    accepted_drafts: int
 
 
 class Engine:
@@ -213,7 +172,7 @@ class Engine:
                 raise RequestError("this model has no tokenizer; give the prompt as token ids")
             tokens, text = self.tokenizer.encode(prompt), prompt
         elif isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
-            tokens, text = list(prompt), None
+            tokens, text = [*prompt], None
         else:
             raise RequestError(f"a prompt is text or token ids, got {type(prompt).__name__}")
         if not tokens:
@@ -222,7 +181,7 @@ class Engine:
         for at, token in enumerate(tokens):
             if type(token) is not int or not 0 <= token < vocab:
                 raise RequestError(
-                    f"prompt token {at} is {token!r:.40}; token ids are integers from 0 to {vocab - 1}"
+                    f"prompt token {at} is {token!r:.40}; ids are integers from 0 to {vocab - 1}"
                 )
         return tokens, text
 
@@ -272,7 +231,7 @@ class Engine:
             if request.first_scheduled is None:
                 request.first_scheduled = begun
         plan, logits = self.runner.run(scheduled)
-        results = self._sample(scheduled, logits)
+        results = sample_step(scheduled, logits)
         self.scheduler.finish_step(scheduled, plan, self._accepted(scheduled, results))
         now = time.perf_counter()
         self._steps += 1
@@ -294,57 +253,6 @@ class Engine:
         if self.settings.engine.poison_freed_slots and freed:
             self.pool.poison(sorted(set(freed)))
         freed.clear()
-
-    def _sample(self, scheduled: Scheduled, logits: torch.Tensor) -> list[list[Sampled]]:
-        """New tokens of every row that wants some, in the order of `scheduled.sampling`.
-
-        The tokens drawn at a row's drafts are those it would have drawn without drafts; they stand
-        as long as each draft is what was drawn in its place. So drafts change no token, greedy or
-        sampled.
-        """
-        rows = [scheduled.requests[at] for at in scheduled.sampling.tolist()]
-        if not rows:
-            return []
-        counts = scheduled.logit_counts.tolist()
-        owners = [
-            request for request, count in zip(rows, counts, strict=True) for _ in range(count)
-        ]
-        positions = [
-            len(request.tokens) + nth
-            for request, count in zip(rows, counts, strict=True)
-            for nth in range(count)
-        ]
-        params = [request.params for request in owners]
-        tokens = sample(logits, params, [request.seed for request in owners], positions)
-        logprobs = self._logprobs(logits, tokens, params)
-        results = []
-        start = 0
-        for request, count in zip(rows, counts, strict=True):
-            drafts = request.drafts if count > 1 else ()
-            row = [Sampled(tokens[start], logprobs[start])]
-            for nth, draft in enumerate(drafts):
-                if draft != tokens[start + nth]:
-                    break
-                row.append(Sampled(tokens[start + nth + 1], logprobs[start + nth + 1]))
-            results.append(row)
-            start += count
-        return results
-
-    def _logprobs(
-        self, logits: torch.Tensor, tokens: list[int], params: list[SamplingParams]
-    ) -> list[TokenLogprob | None]:
-        """Log-probabilities of the rows whose requests asked for them."""
-        found: list[TokenLogprob | None] = [None] * len(tokens)
-        asked = [at for at, one in enumerate(params) if one.logprobs is not None]
-        if asked:
-            values = logprobs_of(
-                logits[torch.tensor(asked, device=logits.device)],
-                [tokens[at] for at in asked],
-                [params[at].logprobs or 0 for at in asked],
-            )
-            for at, value in zip(asked, values, strict=True):
-                found[at] = value
-        return found
 
     def _accepted(self, scheduled: Scheduled, results: list[list[Sampled]]) -> IntArray | None:
         """How many tokens of each row stand, with speculative tokens; None: all of them."""
@@ -532,12 +440,12 @@ class Engine:
             f" {config.d_model}, {self.model.dtype} on {self.device}".replace("torch.", ""),
             f"strategies: {names}",
             *self.selection.notes,
-            f"state pool: {pool.num_slots - 1} slots of {_size(pool.bytes_per_slot)},"
-            f" {_size(pool.nbytes)}, states in {self.settings.cache.state_dtype}",
+            f"state pool: {pool.num_slots - 1} slots of {readable_size(pool.bytes_per_slot)},"
+            f" {readable_size(pool.nbytes)}, states in {self.settings.cache.state_dtype}",
         ]
         if self.runner.graph_bytes:
             sizes = self.selection.graph.sizes
-            lines.append(f"{len(sizes)} graphs captured, {_size(self.runner.graph_bytes)}")
+            lines.append(f"{len(sizes)} graphs captured, {readable_size(self.runner.graph_bytes)}")
         return lines
 
     def facts(self) -> dict[str, Any]:
@@ -575,15 +483,16 @@ def _paired(
     params: SamplingParams | Sequence[SamplingParams] | None,
 ) -> list[tuple[Prompt, SamplingParams | None]]:
     """Each prompt with its parameters; one prompt or one set of parameters stands for all."""
-    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
-        prompts = [prompts]  # type: ignore[list-item]
+    several: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
+    if several and isinstance(several[0], int):
+        several = [several]
     if params is None or isinstance(params, SamplingParams):
-        return [(prompt, params) for prompt in prompts]  # type: ignore[misc]
-    if len(params) != len(prompts):
+        return [(prompt, params) for prompt in several]
+    if len(params) != len(several):
         raise RequestError(
-            f"{len(prompts)} prompts and {len(params)} parameters; give one for each"
+            f"{len(several)} prompts and {len(params)} parameters; give one for each"
         )
-    return list(zip(prompts, params, strict=True))  # type: ignore[arg-type]
+    return list(zip(several, params, strict=True))
 
 
 def _check_draft_budget(settings: Settings) -> None:
@@ -611,13 +520,3 @@ def _refused(request_id: str, prompt: Prompt, error: str) -> RequestOutput:
         Timing(now, None, None, now),
         error=error,
     )
-
-
-def _size(nbytes: int) -> str:
-    """Bytes as a person says them."""
-    size = float(nbytes)
-    for unit in ("bytes", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} GiB"

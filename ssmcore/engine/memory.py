@@ -78,7 +78,7 @@ def choose_num_slots(
     if fitting < least:
         raise CapacityError(
             f"cache.memory = {settings.cache.memory!r} gives {budget} bytes, room for"
-            f" {max(fitting, 0)} slots of {slot_bytes} bytes besides the null slot; one request needs"
-            f" {least}: give at least {(least + 1) * slot_bytes} bytes"
+            f" {max(fitting, 0)} slots of {slot_bytes} bytes besides the null slot; one request"
+            f" needs {least}: give at least {(least + 1) * slot_bytes} bytes"
         )
     return min(fitting, useful) + 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -68,10 +69,10 @@ class Runner:
         self.graph_bytes = max(0, before - torch.cuda.mem_get_info(self.device)[0])
 
     @torch.inference_mode()
-    def _capture(self, size: int, memory: tuple[int, int]) -> _Graph:
+    def _capture(self, size: int, memory: Any) -> _Graph:
         plan = self.pipeline.plan_for_capture(size)
         tokens = torch.zeros(plan.num_decode_tokens, dtype=torch.int64, device=self.device)
-        stream = torch.cuda.Stream(self.device)
+        stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             for _ in range(2):  # kernels are compiled and buffers allocated before the capture

@@ -162,10 +162,10 @@ class Scheduler:
             return end
         # A lone token behind a boundary would run as a decode and write over the state published
         # there: steps take two tokens at least, and leave none or two at least.
-        for end in (end, limit):
-            end -= target - end == 1
-            if end - computed >= 2:
-                return end
+        for wanted in (end, limit):
+            fit = wanted - (target - wanted == 1)
+            if fit - computed >= 2:
+                return fit
         return computed
 
     @property
@@ -174,7 +174,7 @@ class Scheduler:
         return self.limits.num_spec_tokens > 0 and self.cache.block_size is not None
 
     def _admit(self, request: Request, budget: int, ends: dict[int, int]) -> int:
-        """Give a waiting request a row and its first tokens; returns the tokens spent, 0 if none."""
+        """Give a waiting request a row and its first tokens; returns the tokens spent, or 0."""
         row = self._free_rows.pop()
         request.row = row
         self._anchor[row] = len(request.tokens)
@@ -231,7 +231,7 @@ class Scheduler:
         return True
 
     def _allocate(self, request: Request, computed: int, end: int) -> bool:
-        """Give a row the slots that a step to `end` writes; False and nothing changed if too few."""
+        """Give a row the slots that a step to `end` writes; False, nothing changed, if too few."""
         if self._moves_draft_slots and computed >= self._anchor[request.row]:
             return self._place_draft_slots(request.row, computed, end)
         written = self.cache.columns_written(computed, end)
