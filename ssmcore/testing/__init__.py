@@ -1,1 +1,1 @@
-"""Tools to test strategies with."""
+"""Tools to test strategies with: the matrix of all combinations, and what it measures against."""
