@@ -1,7 +1,7 @@
 """A state pool that holds token sequences instead of numbers: says what each slot's state is *of*.
 
-Runs what the scheduler schedules and the pipeline plans, and fails where a row reads a state that is
-not that of its own tokens. Plain; no model, no tensors.
+Runs what the scheduler schedules and the pipeline plans, and fails where a row reads a state that
+is not that of its own tokens. Plain; no model, no tensors.
 """
 
 from __future__ import annotations
