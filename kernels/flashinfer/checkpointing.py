@@ -50,9 +50,11 @@ def make_scratch(
     """Scratch for steps of up to `rows` rows, one token each, with rings of `buffer_len + 1`."""
     from flashinfer.mamba import allocate_checkpointing_ssu_scratch
 
-    own = allocate_checkpointing_ssu_scratch(rows, heads, 1, buffer_len, dtype, device)
+    new, decay, old = allocate_checkpointing_ssu_scratch(rows, heads, 1, buffer_len, dtype, device)
     return Scratch(
-        *own,
+        products_new=new,
+        decay=decay,
+        products_old=old,
         dt=torch.empty(rows, heads, dtype=torch.float32, device=device),
         zero=torch.zeros((), dtype=torch.float32, device=device),
     )

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import sys
 import types
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import checkpointing_builders as emulated
 import pytest
@@ -21,6 +21,7 @@ from ssmcore_plugins import replay_flashinfer
 from ssmcore_plugins.replay_flashinfer import FlashInferOptions, ReplayFlashInfer, unavailable
 
 from ssmcore.pipeline import Pipeline
+from ssmcore.state import slot_tensors
 from ssmcore.strategies import CreateContext, DecodeInputs, Limits, MixerShape, Selection
 
 NAN = float("nan")
@@ -176,107 +177,174 @@ class Request:
         return self.computed > 0 and self.query == 1
 
 
-def run(cache, block_size, buffer_len, prompts, steps, limit=(0.0, float("inf"))):
-    """Decode rows side by side through two layers; outputs and states at block ends are checked.
+class Lives:
+    """Requests that prefill and then decode side by side through two layers.
 
-    prompts: prompt length and prefill chunk of each request.
+    What is decoded, and the states that stand at block ends, are compared with the recurrence.
+    `prompts`: prompt length and prefill chunk of each request.
     """
-    made = pipeline_of(cache, block_size, buffer_len, max_num_seqs=len(prompts) + 1)
-    strategy = made.selection.decode
-    assert strategy.check(made.selection) is None
-    pipeline = Pipeline(made.selection, device="cpu")
-    width = made.selection.cache.table_width(256)
-    inputs = MixerInputs(
-        generator(), sum(prompt + steps for prompt, _ in prompts), SHAPE, dt_limit=limit
-    )
-    requests, first = [], 0
-    for row, (prompt, chunk) in enumerate(prompts):
-        table = list(range(1 + row * width, 1 + (row + 1) * width))
-        requests.append(Request(inputs, first, prompt, steps, chunk, table))
-        first += prompt + steps
-    layers = [poisoned_layer(strategy, 1 + width * len(requests)) for _ in range(2)]
-    while rows := [one for one in requests if one.computed < one.total]:
+
+    shape, dtype, state_dtype, device = SHAPE, torch.float64, torch.float64, "cpu"
+
+    def __init__(self, cache, block_size, buffer_len, prompts, steps, limit=(0.0, float("inf"))):
+        made = pipeline_of(cache, block_size, buffer_len, max_num_seqs=len(prompts) + 1)
+        self.strategy = made.selection.decode
+        assert self.strategy.check(made.selection) is None
+        self.pipeline = Pipeline(made.selection, device=self.device)
+        self.block_size = None if cache == "none" else block_size
+        self.width = made.selection.cache.table_width(256)
+        tokens = sum(prompt + steps for prompt, _ in prompts)
+        self.inputs = MixerInputs(generator(), tokens, self.shape, self.dtype, dt_limit=limit)
+        self.requests, first = [], 0
+        for row, (prompt, chunk) in enumerate(prompts):
+            table = list(range(1 + row * self.width, 1 + (row + 1) * self.width))
+            self.requests.append(Request(self.inputs, first, prompt, steps, chunk, table))
+            first += prompt + steps
+        slots = 1 + self.width * len(prompts)
+        self.layers = [poisoned_layer(self, slots) for _ in range(2)]
+
+    def run(self):
+        while rows := [one for one in self.requests if one.computed < one.total]:
+            for one in rows:
+                if not one.decodes:
+                    self.prefill(one)
+            if rows := [one for one in rows if one.decodes]:
+                self.decode(rows)
+
+    def prefill(self, one):
+        """Put the states where the plan of one chunk has them."""
+        end = one.computed + one.query
+        step = make_step(
+            [(one.query, end)], prefilling=[True], table=[one.table], decode_base=[one.prompt]
+        )
+        host = self.pipeline.plan(step).prefill.host
+        writes = zip(host["write_ends"].tolist(), host["state_write_slots"].tolist(), strict=True)
+        for at, slot in writes:
+            for slots in self.layers:
+                state = one.states[one.computed + at - 1]
+                slots["state"][slot] = state.to(self.device, self.state_dtype)
+        one.computed = end
+
+    def decode(self, rows):
+        """One token of every row, and padding rows up to one more than all requests."""
+        padding = len(self.requests) + 1 - len(rows)
+        step = make_step(
+            [(1, one.computed + 1) for one in rows] + [(0, 0)] * padding,
+            prefilling=[one.computed < one.prompt for one in rows] + [False] * padding,
+            table=[one.table for one in rows] + [[0] * self.width] * padding,
+            decode_base=[one.prompt for one in rows] + [0] * padding,
+        )
+        tokens = [one.first + one.computed for one in rows] + [0] * padding
+        for y in self.update(step, decode_inputs(self.inputs, tokens, self.device)):
+            for row, one in enumerate(rows):
+                self.compare(y[row], one.y[one.computed])
+            assert not y[len(rows) :].any(), "a padding row gives zero"
         for one in rows:
-            if not one.decodes:
-                prefill(pipeline, one, layers)
-        if rows := [one for one in rows if one.decodes]:
-            decode_step(pipeline, inputs, rows, layers, block_size if cache != "none" else None)
+            one.computed += 1
+            ends_block = self.block_size and one.computed % self.block_size == 0
+            for slots in self.layers:
+                assert all(pool[0].isnan().all() for pool in slots.values()), "the null slot"
+                if ends_block:
+                    slot = one.table[one.computed // self.block_size - 1]
+                    self.compare(slots["state"][slot], one.states[one.computed - 1])
+
+    def update(self, step, given):
+        plan = self.pipeline.plan(step).decode
+        return [self.strategy.update(given, slots, plan) for slots in self.layers]
+
+    def compare(self, got, want):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
 
 
-def prefill(pipeline, one, layers):
-    """Put the states where the plan of one chunk has them."""
-    end = one.computed + one.query
-    step = make_step(
-        [(one.query, end)], prefilling=[True], table=[one.table], decode_base=[one.prompt]
-    )
-    host = pipeline.plan(step).prefill.host
-    writes = zip(host["write_ends"].tolist(), host["state_write_slots"].tolist(), strict=True)
-    for at, slot in writes:
-        for slots in layers:
-            slots["state"][slot] = one.states[one.computed + at - 1]
-    one.computed = end
+class Played(Lives):
+    """Nothing but a strategy and the sizes."""
+
+    def __init__(self, strategy):
+        self.strategy = strategy
 
 
-def decode_step(pipeline, inputs, rows, layers, block_size):
-    """One token of every row, and a padding row."""
-    step = make_step(
-        [(1, one.computed + 1) for one in rows] + [(0, 0)],
-        prefilling=[one.computed < one.prompt for one in rows] + [False],
-        table=[one.table for one in rows] + [[0] * len(rows[0].table)],
-        decode_base=[one.prompt for one in rows] + [0],
-    )
-    plan = pipeline.plan(step)
-    tokens = [one.first + one.computed for one in rows] + [0]
-    for slots in layers:
-        y = pipeline.selection.decode.update(decode_inputs(inputs, tokens), slots, plan.decode)
-        for row, one in enumerate(rows):
-            close(y[row], one.y[one.computed])
-        assert not y[-1].any(), "a padding row gives zero"
-        assert all(tensor[0].isnan().all() for tensor in slots.values()), "the null slot is left"
-    for one in rows:
-        one.computed += 1
-        if block_size and one.computed % block_size == 0:
-            slot = one.table[one.computed // block_size - 1]
-            for slots in layers:
-                close(slots["state"][slot], one.states[one.computed - 1])
+def decode_inputs(inputs, tokens, device="cpu"):
+    x, dt, B, C = (getattr(inputs, name)[tokens].to(device) for name in ("x", "dt", "B", "C"))
+    D, bias = inputs.rest["D"].to(device), inputs.rest["dt_bias"].to(device)
+    return DecodeInputs(x, dt, inputs.A.to(device), B, C, D, bias, inputs.rest["dt_limit"])
 
 
-def decode_inputs(inputs, tokens):
-    x, dt, B, C = (getattr(inputs, name)[tokens] for name in ("x", "dt", "B", "C"))
-    return DecodeInputs(x, dt, inputs.A, B, C, **inputs.rest)
-
-
-def close(got, want):
-    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
-
-
-def poisoned_layer(strategy, num_slots):
+def poisoned_layer(lives, num_slots):
     """One layer's slots, all NaN: whatever is read must have been written first."""
-    heads, headdim, dstate, groups = SHAPE
-    mixer = MixerShape(heads, headdim, dstate, groups, 4, activation_dtype="float64")
-    shapes = {one.name: one.shape for one in strategy.slot_tensors(mixer)}
-    shapes["state"] = (heads, headdim, dstate)
-    return {
-        name: torch.full((num_slots, *shape), NAN, dtype=torch.float64)
-        for name, shape in shapes.items()
-    }
+    heads, headdim, dstate, groups = lives.shape
+    activation, state = (
+        str(one).removeprefix("torch.") for one in (lives.dtype, lives.state_dtype)
+    )
+    mixer = MixerShape(heads, headdim, dstate, groups, 4, activation, activation, state)
+    pools = {}
+    for one in slot_tensors(mixer, lives.strategy)[1:]:
+        dtype = torch.float64 if lives.dtype == torch.float64 else getattr(torch, one.dtype)
+        pools[one.name] = torch.full((num_slots, *one.shape), NAN, dtype=dtype, device=lives.device)
+    return pools
 
 
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize(("buffer_len", "block_size"), [(1, 1), (3, 4), (5, 2), (4, 8)])
 def test_outputs_and_block_states_are_the_recurrences(played, cache, buffer_len, block_size):
     prompts = [(5, 9), (8, 7), (4, 3), (1, 1), (7, 1)]  # some end in leftovers
-    run(cache, block_size, buffer_len, prompts, steps=buffer_len + block_size + 4)
+    Lives(cache, block_size, buffer_len, prompts, steps=buffer_len + block_size + 4).run()
 
 
 def test_a_limited_dt_is_limited(played):
-    run("none", 4, 3, [(3, 9)], steps=9, limit=(0.1, 0.7))
+    Lives("none", 4, 3, [(3, 9)], steps=9, limit=(0.1, 0.7)).run()
+
+
+class LivesOnGpu(Lives):
+    """The same through FlashInfer itself."""
+
+    shape, dtype, state_dtype, device = (64, 64, 128, 8), torch.bfloat16, torch.float32, "cuda"
+
+    def compare(self, got, want):
+        want = want.to(got.device)
+        error = (got.double() - want).norm() / want.norm()
+        assert error < self.strategy.error_bound, f"relative error {error:.2e}"
+
+
+class LivesInAGraph(LivesOnGpu):
+    """All decode steps replay one captured graph, as an engine's do."""
+
+    graph = None
+
+    def update(self, step, given):
+        values = [getattr(given, one.name) for one in fields(given)]
+        tensors = [value for value in values if isinstance(value, torch.Tensor)]
+        if self.graph is None:
+            plan = self.pipeline.plan_for_capture(len(step.seq_lens))
+            self.key, self.given = plan.key, tensors
+            for _ in range(2):
+                self.through_layers(given, plan)
+            torch.cuda.synchronize()
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self.outputs = self.through_layers(given, plan)
+        plan = self.pipeline.plan(step)
+        assert plan.key == self.key
+        for place, tensor in zip(self.given, tensors, strict=True):
+            place.copy_(tensor)
+        self.graph.replay()
+        return self.outputs
+
+    def through_layers(self, given, plan):
+        return [self.strategy.update(given, slots, plan.decode) for slots in self.layers]
+
+
+@pytest.mark.skipif(unavailable("cuda") is not None, reason="needs a GPU and FlashInfer")
+@pytest.mark.parametrize("kind", [LivesOnGpu, LivesInAGraph])
+@pytest.mark.parametrize("cache", CACHES)
+def test_flashinfer_keeps_to_the_bound_over_whole_lives(kind, cache):
+    prompts = [(5, 9), (12, 7), (4, 3), (7, 1)]
+    kind(cache, 12, 16, prompts, steps=40).run()
 
 
 def test_the_small_kernels_are_launched_only_where_rows_need_them(played):
     made = pipeline_of("align", 4, 8, max_num_seqs=2)
     pipeline, strategy = Pipeline(made.selection, device="cpu"), made.selection.decode
-    slots, seen = poisoned_layer(strategy, 6), []
+    slots, seen = poisoned_layer(Played(strategy), 6), []
     inputs = MixerInputs(generator(), 1, SHAPE)
     for computed in range(3, 9):
         step = make_step([(1, computed + 1)], table=[[1, 2, 3, 4, 5]], decode_base=[3])
@@ -292,7 +360,7 @@ def test_a_plan_that_runs_again_puts_its_cursors_in_place_again(played):
     """As a warm-up and a capture do, between which another plan may have run."""
     made = pipeline_of(max_num_seqs=2)
     pipeline, strategy = Pipeline(made.selection, device="cpu"), made.selection.decode
-    layers = [poisoned_layer(strategy, 3) for _ in range(2)]
+    layers = [poisoned_layer(Played(strategy), 3) for _ in range(2)]
     given = decode_inputs(MixerInputs(generator(), 1, SHAPE), [0])
     plan = pipeline.plan(make_step([(1, 9)], table=[[1]], decode_base=[6])).decode
     for _ in range(2):
