@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 import typer
@@ -22,8 +23,14 @@ def start_engine(
     """
     from ssmcore.engine.engine import Engine
 
-    engine = Engine(settings, registry)
+    engine = Engine(settings, registry, progress=None if quiet else _say_capture)
     if not quiet:
         for line in engine.describe():
             typer.echo(line, err=True)
     return engine
+
+
+def _say_capture(done: int, total: int) -> None:
+    """Count captured graphs in one line of a terminal; what they took is told afterwards."""
+    if sys.stderr.isatty():
+        typer.echo(f"\rcapturing graphs: {done} of {total}", err=True, nl=done == total)
