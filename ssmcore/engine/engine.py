@@ -143,6 +143,14 @@ class Engine:
                 f"the prompt has {len(tokens)} tokens; with engine.max_model_len = {longest} it may"
                 f" have at most {longest - 1}, so that one can be generated"
             )
+        if params.stop and self.tokenizer is None:
+            raise RequestError(
+                "stop needs text, and this model has no tokenizer; use stop_token_ids instead"
+            )
+        if (params.logprobs or 0) > self.vocab_size:
+            raise RequestError(
+                f"logprobs = {params.logprobs} is more than the {self.vocab_size} tokens there are"
+            )
         self._arrivals += 1
         most = longest if params.max_tokens is None else len(tokens) + params.max_tokens
         seed = self.settings.engine.seed + number if params.seed is None else params.seed
@@ -215,16 +223,26 @@ class Engine:
     def step(self) -> list[StreamEvent]:
         """Schedule, run and sample one step; returns what is new.
 
-        Requests that do not stream give one event, at their end.
+        Requests that do not stream give one event, at their end. A step that is broken off (out of
+        memory, Ctrl-C) leaves every request as it was; what ran is computed again.
         """
         events, self._ended = self._ended, []
+        try:
+            self._step(events)
+        except BaseException:
+            self._ended = events + self._ended
+            self.scheduler.restart()
+            raise
+        return events
+
+    def _step(self, events: list[StreamEvent]) -> None:
         scheduled = self.scheduler.schedule()
         if scheduled is None:
             if self.scheduler.waiting and not self.scheduler.running:
                 request = self.scheduler.waiting[0]
                 self.scheduler.remove(request)
                 events.append(self._end(request, "error", "the state pool cannot hold it"))
-            return events
+            return
         begun = time.perf_counter()
         self._poison()
         for request in scheduled.requests:
@@ -245,7 +263,6 @@ class Engine:
                 events.append(event)
         for observer in self.observers:
             observer.step_run(plan, now - begun)
-        return events
 
     def _poison(self) -> None:
         """Fill slots that were given up with NaN, where that is asked for."""
@@ -273,6 +290,10 @@ class Engine:
         request.drafts = []
         text = ""
         for token, logprob in sampled:
+            if token < 0:
+                return self._finish(
+                    request, "error", text, "the model's logits are not finite numbers"
+                )
             request.tokens.append(token)
             self._generated += 1
             if logprob is not None:
@@ -291,9 +312,11 @@ class Engine:
                 return self._finish(request, "length", text)
         return self._event(request, text) if request.stream else None
 
-    def _finish(self, request: Request, reason: FinishReason, text: str) -> StreamEvent:
+    def _finish(
+        self, request: Request, reason: FinishReason, text: str, error: str | None = None
+    ) -> StreamEvent:
         self.scheduler.remove(request)
-        return self._end(request, reason, text=text)
+        return self._end(request, reason, error, text)
 
     def _event(
         self, request: Request, text: str, output: RequestOutput | None = None
@@ -350,6 +373,8 @@ class Engine:
         """Run prompts to their end; outputs in the order of the prompts.
 
         A prompt that is refused gives an output with `finish_reason` "error"; the others run.
+        Events of requests that were added before wait for the next `step`. Breaking off (Ctrl-C)
+        cancels these requests and no others.
 
         Raises:
             RequestError: as many parameters as prompts are needed, or one for all.
@@ -361,13 +386,15 @@ class Engine:
                 number_of[self.add_request(prompt, one)] = number
             except RequestError as error:
                 outputs[number] = _refused(f"refused-{number}", prompt, str(error))
-        while len(outputs) < len(number_of) + sum(
-            output.finish_reason == "error" and output.request_id.startswith("refused-")
-            for output in outputs.values()
-        ):
-            for event in self.step():
-                if event.output is not None and event.request_id in number_of:
-                    outputs[number_of[event.request_id]] = event.output
+        left = set(number_of)
+        try:
+            while left:
+                for event in self._step_for(left):
+                    if event.output is not None:
+                        outputs[number_of[event.request_id]] = event.output
+                        left.discard(event.request_id)
+        finally:
+            self._drop(left)
         return [outputs[number] for number in sorted(outputs)]
 
     def stream(
@@ -387,15 +414,24 @@ class Engine:
             for prompt, one in _paired(prompts, params):
                 left.add(self.add_request(prompt, one, stream=True))
             while left:
-                for event in self.step():
-                    if event.request_id in left:
-                        if event.output is not None:
-                            left.discard(event.request_id)
-                        yield event
+                for event in self._step_for(left):
+                    if event.output is not None:
+                        left.discard(event.request_id)
+                    yield event
         finally:
-            for request_id in left:
-                self.cancel(request_id)
-            self._ended = [event for event in self._ended if event.request_id not in left]
+            self._drop(left)
+
+    def _step_for(self, own: set[str]) -> list[StreamEvent]:
+        """A step; events of requests other than `own` are kept for the next one."""
+        events = self.step()
+        self._ended += [event for event in events if event.request_id not in own]
+        return [event for event in events if event.request_id in own]
+
+    def _drop(self, request_ids: set[str]) -> None:
+        """Cancel requests whose end nobody waits for any more."""
+        for request_id in request_ids:
+            self.cancel(request_id)
+        self._ended = [event for event in self._ended if event.request_id not in request_ids]
 
     # -- what is going on --------------------------------------------------------------------------
 

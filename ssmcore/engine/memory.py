@@ -10,6 +10,7 @@ import torch
 from ssmcore.errors import CapacityError
 from ssmcore.settings import Settings
 from ssmcore.strategies import CacheMode, Limits
+from ssmcore.validation import MAX_SLOTS
 
 AUTO_FRACTION = 0.8
 AUTO_BYTES_ON_CPU = 2**30
@@ -60,14 +61,20 @@ def choose_num_slots(
 ) -> int:
     """Slots of the pool, the null slot included.
 
+    Without reuse, slots beyond what `engine.max_num_seqs` requests hold would never be used and are
+    not made. With reuse an amount that was asked for is taken whole; "auto" takes at most what as
+    many requests of `engine.max_model_len` tokens can fill.
+
     Raises:
         CapacityError: not one request fits; says what would.
     """
     least = slots_of_one_request(cache, limits)
+    amount = settings.cache.memory_amount
     useful = limits.max_num_seqs * least
     if cache.reuses_states:
         useful = max(useful, limits.max_num_seqs * cache.table_width(limits.max_model_len))
-    amount = settings.cache.memory_amount
+        if amount.nbytes is not None or amount.fraction is not None:
+            useful = MAX_SLOTS - 1
     if amount.nbytes is not None:
         budget = amount.nbytes
     else:

@@ -41,14 +41,14 @@ def sample(
     seeds: Sequence[int],
     positions: Sequence[int],
 ) -> list[int]:
-    """One token a row.
+    """One token a row; -1 where the logits are not numbers and there is nothing to choose.
 
     Args:
         logits: (rows, vocab_size), float32.
         params, seeds: of each row's request.
         positions: sequence position of each token that is drawn.
     """
-    tokens = logits.argmax(dim=-1)
+    best, tokens = logits.max(dim=-1)
     drawn = [row for row, one in enumerate(params) if one.temperature > 0]
     if drawn:
         numbers = uniforms([seeds[row] for row in drawn], [positions[row] for row in drawn])
@@ -56,7 +56,8 @@ def sample(
         index = torch.tensor(drawn, device=logits.device)
         chosen = _draw(logits if every else logits[index], [params[row] for row in drawn], numbers)
         tokens[index] = chosen
-    return [int(token) for token in tokens.tolist()]
+    chosen_tokens: list[int] = torch.where(best.isfinite(), tokens, -1).tolist()
+    return chosen_tokens
 
 
 def _draw(

@@ -7,6 +7,7 @@ it is computed again later, from its prompt and what it generated so far.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -69,6 +70,7 @@ class Scheduler:
         self._first_held = np.zeros(rows, dtype=np.int64)
         self._accepted = np.ones(rows, dtype=np.int64)
         self._draft_slots: dict[int, list[int]] = {}
+        self._coming: set[bytes] = set()
 
     # -- requests come and go --------------------------------------------------------------------
 
@@ -104,11 +106,21 @@ class Scheduler:
         self.waiting.appendleft(request)
         return request
 
+    def restart(self) -> None:
+        """Take the rows from all running requests: a step was broken off, their states are void."""
+        for request in self.waiting:
+            if request.row >= 0:  # broken off while it was admitted
+                self._vacate(request)
+        while self.running:
+            self._preempt_last()
+
     # -- a step ------------------------------------------------------------------------------------
 
     def schedule(self) -> Scheduled | None:
         """The next step, or None if nothing can run."""
         budget = self.limits.max_num_batched_tokens
+        preemptions = self.preemptions
+        self._coming.clear()
         ends: dict[int, int] = {}  # number of the request -> sequence length after the step
         decoding, prefilling = self._by_phase()
         for request in decoding[:budget]:
@@ -117,11 +129,8 @@ class Scheduler:
         for request in prefilling:
             if request.row >= 0 and budget > 0:
                 budget -= self._schedule_prefill(request, budget, ends)
-        while self.waiting and self._free_rows and budget > 0:
-            spent = self._admit(self.waiting[0], budget, ends)
-            if spent == 0:
-                break
-            budget -= spent
+        if self.preemptions == preemptions:
+            self._admit_waiting(budget, ends)
         chosen = [request for request in self.running if request.number in ends]
         return self._step(chosen, ends) if chosen else None
 
@@ -152,6 +161,7 @@ class Scheduler:
         if end == computed or not self._reserve(request, end):
             return 0
         ends[request.number] = end
+        self._announce(request, computed, end)
         return end - computed
 
     def _prefill_end(self, request: Request, computed: int, budget: int) -> int:
@@ -173,12 +183,27 @@ class Scheduler:
         """Whether rows have `1 + S` slots that move along with the running block."""
         return self.limits.num_spec_tokens > 0 and self.cache.block_size is not None
 
-    def _admit(self, request: Request, budget: int, ends: dict[int, int]) -> int:
+    def _admit_waiting(self, budget: int, ends: dict[int, int]) -> None:
+        """Admit requests in order; one whose prefix this very step computes waits to find it."""
+        at = 0
+        while budget > 0 and self._free_rows and at < min(len(self.waiting), len(self._table)):
+            request = self.waiting[at]
+            prefix = self._find_prefix(request)
+            if prefix is None:
+                at += 1
+                continue
+            spent = self._admit(request, *prefix, budget, ends)
+            if spent == 0:
+                return
+            budget -= spent
+
+    def _admit(
+        self, request: Request, computed: int, slot: int, budget: int, ends: dict[int, int]
+    ) -> int:
         """Give a waiting request a row and its first tokens; returns the tokens spent, or 0."""
         row = self._free_rows.pop()
         request.row = row
         self._anchor[row] = len(request.tokens)
-        computed, slot = self._find_prefix(request)
         self._computed[row] = computed
         self._first_held[row] = self.cache.column(np.array([computed]))[0]
         if slot:
@@ -188,10 +213,11 @@ class Scheduler:
         if end == computed or not self._allocate(request, computed, end):
             self._vacate(request)
             return 0
-        self.waiting.popleft()
+        self.waiting.remove(request)
         self._insert(request)
         self._count_prefix(request, computed)
         ends[request.number] = end
+        self._announce(request, computed, end)
         return end - computed
 
     def _insert(self, request: Request) -> None:
@@ -201,18 +227,34 @@ class Scheduler:
             at -= 1
         self.running.insert(at, request)
 
-    def _find_prefix(self, request: Request) -> tuple[int, int]:
-        """Longest published prefix that leaves a token to run: its tokens and its slot, or 0, 0."""
+    def _find_prefix(self, request: Request) -> tuple[int, int] | None:
+        """Longest published prefix that leaves a token to run: its tokens and its slot, or 0, 0.
+
+        None where a prefill of the step that is being scheduled computes a longer one.
+        """
         if not self.cache.reuses_states:
             return 0, 0
         most = len(request.tokens) - (2 if self._moves_draft_slots else 1)
-        count = int(np.searchsorted(np.asarray(self.hasher.boundaries), most, side="right"))
+        count = bisect_right(self.hasher.boundaries, most)
         self.hasher.extend(request.hashes, request.tokens, count)
         for nth in range(count - 1, -1, -1):
-            slot = self.pool.find(request.hashes[nth])
+            digest = request.hashes[nth]
+            slot = self.pool.find(digest)
             if slot is not None:
                 return self.hasher.boundaries[nth], slot
+            if digest in self._coming:
+                return None
         return 0, 0
+
+    def _announce(self, request: Request, computed: int, end: int) -> None:
+        """Note the prefixes that a prefill of the step will publish once it has run."""
+        if self.cache.reuses_states and not (
+            self._moves_draft_slots and end == self._anchor[request.row]
+        ):
+            for tokens in self.cache.published(computed, end):
+                nth = bisect_left(self.hasher.boundaries, tokens)
+                self.hasher.extend(request.hashes, request.tokens, nth + 1)
+                self._coming.add(request.hashes[nth])
 
     def _count_prefix(self, request: Request, computed: int) -> None:
         if self.cache.reuses_states:
@@ -352,7 +394,7 @@ class Scheduler:
             request = scheduled.requests[at]
             points = self.cache.published(int(computed[at]), int(seq_lens[at]))
             for tokens, column in zip(points, self._columns(points), strict=True):
-                nth = int(np.searchsorted(np.asarray(self.hasher.boundaries), tokens))
+                nth = bisect_left(self.hasher.boundaries, tokens)
                 self.hasher.extend(request.hashes, request.tokens, nth + 1)
                 slot = int(self._table[scheduled.rows[at], column])
                 if slot:

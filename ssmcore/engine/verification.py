@@ -57,7 +57,7 @@ def _logprobs(
 ) -> list[TokenLogprob | None]:
     """Log-probabilities of the rows whose requests asked for them."""
     found: list[TokenLogprob | None] = [None] * len(tokens)
-    asked = [at for at, one in enumerate(params) if one.logprobs is not None]
+    asked = [at for at, one in enumerate(params) if one.logprobs is not None and tokens[at] >= 0]
     if asked:
         values = logprobs_of(
             logits[torch.tensor(asked, device=logits.device)],

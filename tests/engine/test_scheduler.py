@@ -173,3 +173,65 @@ def test_a_hit_leaves_a_token_to_run(mode):
     size = mode["block_size"]
     assert again.cached_tokens == (len(prompt) - 1) // size * size
     assert engine.scheduled_tokens - spent == len(prompt) - again.cached_tokens
+
+
+@pytest.mark.parametrize("mode", MODES[1:])
+@pytest.mark.parametrize("budget", [12, 40])
+def test_requests_that_arrive_together_compute_a_shared_prefix_once(mode, budget):
+    size = mode["block_size"]
+    engine = engine_of(**mode, max_num_batched_tokens=budget)
+    shared = [1, 0, 1, 1, 0] * 8
+    for _ in range(4):
+        engine.add(shared, 1)
+    engine.run()
+    hit = 39 // size * size
+    assert engine.scheduled_tokens == 40 + 3 * (40 - hit)
+
+
+def test_a_request_that_waits_for_a_prefix_does_not_hold_up_the_others():
+    engine = engine_of(cache="align", block_size=4)
+    for prompt in ([1] * 9, [1] * 9, [2] * 9):
+        engine.add(prompt, 4)
+    first = engine.step()
+    assert [request.number for request in first.requests] == [0, 2]
+    assert [request.number for request in engine.scheduler.waiting] == [1]
+    engine.step()
+    assert engine.requests[1].cached_tokens == 8
+    engine.run()
+
+
+def test_nobody_is_admitted_in_a_step_that_took_a_row_away():
+    engine = engine_of(6, cache="align", block_size=4)
+    for number in range(4):
+        engine.add([number] * 3, 20)
+    while engine.scheduler.waiting or engine.scheduler.running:
+        before = engine.scheduler.preemptions
+        rows = {request.number for request in engine.scheduler.running}
+        scheduled = engine.step()
+        if engine.scheduler.preemptions > before:
+            assert {request.number for request in scheduled.requests} <= rows
+    assert engine.scheduler.preemptions
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_that_was_broken_off_is_computed_again(mode):
+    engine = engine_of(**mode, decode="replay-torch", buffer_len=3)
+    for number in range(6):
+        engine.add([number, 1, 0] * 3, 10)
+    for nth in range(60):
+        if nth % 4 == 3:
+            scheduled = engine.scheduler.schedule()
+            if scheduled is not None:
+                engine._forget_freed()
+                for slot in scheduled.step.block_table.reshape(-1).tolist():
+                    if slot and slot not in engine.scheduler.pool._hash_of:
+                        engine.state[slot] = engine.conv[slot] = (99,)
+            engine.scheduler.restart()
+            assert [request.number for request in engine.scheduler.waiting] == sorted(
+                request.number for request in engine.scheduler.waiting
+            )
+            engine.check()
+        engine.step()
+    engine.run()
+    for request in engine.requests:
+        assert engine.finished[request.number] == continued([request.number, 1, 0] * 3, 19)
