@@ -55,6 +55,7 @@ class Case:
 
     Attributes:
         classifier, cache, decode, graph: the strategies.
+        dtype: of weights and activations.
         state_dtype: of the SSM state in the pool.
         budget: `engine.max_num_batched_tokens`.
         drafts: `engine.num_spec_tokens`.
@@ -67,6 +68,7 @@ class Case:
     cache: Choice
     decode: Choice
     graph: Choice
+    dtype: str
     state_dtype: str
     budget: int
     drafts: int
@@ -75,7 +77,7 @@ class Case:
 
     def __str__(self) -> str:
         parts = [str(getattr(self, slot)) for slot in SLOTS]
-        parts += [self.state_dtype, f"budget={self.budget}", f"drafts={self.drafts}"]
+        parts += [self.dtype, self.state_dtype, f"budget={self.budget}", f"drafts={self.drafts}"]
         return "/".join([*parts, self.pool, self.prefix])
 
     @property
@@ -87,6 +89,11 @@ class Case:
     def strategies(self) -> Case:
         """The same combination without pool and prefix, which no strategy is asked about."""
         return Case(*self.values[:-2])
+
+    @property
+    def cost(self) -> int:
+        """About how long it takes, in parts of a plain case."""
+        return 2 + (self.prefix == "shared") + 2 * (self.pool == "tight") + 2 * (self.drafts > 0)
 
     def as_dict(self) -> dict[str, Any]:
         """JSON values, axis by axis."""
@@ -102,6 +109,7 @@ class Case:
             choice: Choice = getattr(self, slot)
             sections[slot] = {"name": choice.name, **dict(choice.options)}
         sections["cache"] |= {"state_dtype": self.state_dtype, "memory": memory}
+        sections["model"] = {"dtype": self.dtype}
         sections["engine"] = {
             "device": device,
             "max_num_seqs": MAX_NUM_SEQS,
@@ -186,13 +194,27 @@ class Matrix:
         return list(found.values())
 
     def cases(self) -> Iterator[Case]:
-        """The full product."""
-        dtypes = get_args(CacheSettings.model_fields["state_dtype"].annotation)
-        strategies = [self.choices(slot) for slot in SLOTS]
-        for values in product(
-            *strategies, dtypes, BUDGETS, DRAFTS, ("ample", "tight"), ("fresh", "shared")
-        ):
+        """The full product; in float32, and for a decode algorithm without it in bfloat16 too."""
+        yield from self._cases("float32", self.choices("decode"))
+        yield from self._cases(
+            "bfloat16",
+            [choice for choice in self.choices("decode") if self._not_in_float32(choice)],
+        )
+
+    def _cases(self, dtype: str, decodes: Sequence[Choice]) -> Iterator[Case]:
+        strategies = [decodes if slot == "decode" else self.choices(slot) for slot in SLOTS]
+        state_dtypes = get_args(CacheSettings.model_fields["state_dtype"].annotation)
+        sizes = (BUDGETS, DRAFTS, ("ample", "tight"), ("fresh", "shared"))
+        for values in product(*strategies, (dtype,), state_dtypes, *sizes):
             yield Case(*values)
+
+    def _not_in_float32(self, choice: Choice) -> bool:
+        """Whether every float32 case of a decode algorithm is in conflict with something."""
+        of_its_name = [other for other in self.choices("decode") if other.name == choice.name]
+        return all(
+            (refusal := self.refusal(case)) is not None and refusal.conflicts
+            for case in self._cases("float32", of_its_name)
+        )
 
     def refusal(self, case: Case) -> Refusal | None:
         """What the strategies of a case say against it, or None if it must run."""
@@ -221,8 +243,10 @@ class Matrix:
             **{
                 field.name: getattr(self.mixer, field.name)
                 for field in fields(MixerShape)
-                if field.name != "state_dtype"
+                if not field.name.endswith("_dtype")
             },
+            activation_dtype=case.dtype,
+            conv_dtype=case.dtype,
             state_dtype=case.state_dtype,
         )
         return Selection(

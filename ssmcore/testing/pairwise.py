@@ -14,7 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 
-def pairwise_cover(cases: Sequence[Sequence[Hashable]], seed: int = 0) -> list[int]:
+def pairwise_cover(
+    cases: Sequence[Sequence[Hashable]], seed: int = 0, costs: Sequence[float] | None = None
+) -> list[int]:
     """Indices of cases, ascending, that together hold every pair of values found in any case.
 
     Greedy: the case with the most pairs that are still missing comes next.
@@ -22,11 +24,14 @@ def pairwise_cover(cases: Sequence[Sequence[Hashable]], seed: int = 0) -> list[i
     Args:
         cases: values of one case each, axis by axis; all of the same length.
         seed: breaks ties; same seed, same choice.
+        costs: of each case; of those with as many missing pairs a cheapest is taken.
     """
     if not cases:
         return []
     ids = _pair_ids(cases)
     order = np.random.default_rng(seed).permutation(len(cases))
+    if costs is not None:
+        order = order[np.argsort(np.asarray(costs)[order], kind="stable")]
     ids = ids[order]
     missing = np.ones(int(ids.max()) + 1, dtype=np.bool_)
     chosen: list[int] = []

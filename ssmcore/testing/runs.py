@@ -20,7 +20,7 @@ from ssmcore.engine.memory import slots_of_one_request
 from ssmcore.engine.requests import RequestOutput, SamplingParams
 from ssmcore.engine.stats import EngineStats
 from ssmcore.errors import SsmcoreError
-from ssmcore.models.loading import load_model
+from ssmcore.models.loading import LoadedModel, load_model
 from ssmcore.registry import Registry
 from ssmcore.selection import STATIC_DECODE
 from ssmcore.settings import Settings
@@ -37,6 +37,8 @@ LONG_PROMPT, FIRST_TURN = 200, 90
 
 LOGPROB_BOUNDS = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 2.5e-1}
 """By state dtype: greatest error of a chosen token's log-probability against float64."""
+ACTIVATION_BOUNDS = {"float32": 0.0, "bfloat16": 2.5e-1}
+"""By dtype of activations: what comes on top."""
 
 TEXT = '''"""Read a table of measurements and print the mean of every column."""
 
@@ -126,7 +128,7 @@ class Outcome:
 
 
 class Workbench:
-    """The bundled model in float32 on one device, shared by all cases, and what to compare with.
+    """The bundled model on one device, shared by all cases, and what to compare with.
 
     Args:
         device: as `engine.device`.
@@ -140,8 +142,8 @@ class Workbench:
         self.registry = Registry.load()
         torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cudnn.allow_tf32 = False
-        loaded = load_model(MODEL, device=self.device, dtype="float32")
-        self.model, self.tokenizer = loaded.model, loaded.tokenizer
+        self._models: dict[str, LoadedModel] = {}
+        self.model, self.tokenizer = self.loaded("float32")
         self.chunk_size = self.model.config.chunk_size
         self.matrix = Matrix(
             self.registry,
@@ -149,6 +151,12 @@ class Workbench:
             self.model.mixer_shape(),
             self.chunk_size,
         )
+
+    def loaded(self, dtype: str) -> LoadedModel:
+        """The model in one dtype of weights and activations, and its tokenizer."""
+        if dtype not in self._models:
+            self._models[dtype] = load_model(MODEL, device=self.device, dtype=dtype)
+        return self._models[dtype]
 
     @cached_property
     def oracle(self) -> Oracle:
@@ -180,6 +188,7 @@ class Workbench:
         """Greedy tokens by the plain recurrence, without cache and graphs."""
         settings = Settings.from_dict(
             {
+                "model": {"dtype": "float32"},
                 "decode": {"name": STATIC_DECODE},
                 "engine": {"device": self.device, "max_model_len": MAX_MODEL_LEN},
             }
@@ -188,8 +197,9 @@ class Workbench:
             return [output.token_ids for output in greedy(engine, prompts, counts)]
 
     def engine(self, settings: Settings) -> Engine:
-        """An engine on the shared model."""
-        return Engine(settings, self.registry, model=self.model, tokenizer=self.tokenizer)
+        """An engine on the shared model of `model.dtype`."""
+        model, tokenizer = self.loaded(settings.model.dtype)
+        return Engine(settings, self.registry, model=model, tokenizer=tokenizer)
 
     def error_of(self, case: Case) -> SsmcoreError | None:
         """What the engine says to a case at start-up, None if it takes it."""
@@ -281,16 +291,14 @@ class Workbench:
             if token != other
         ]
         exact = selection.decode.exact
-        bound = LOGPROB_BOUNDS[case.state_dtype]
-        if not exact:
-            bound = max(LOGPROB_BOUNDS.values())
+        bound = LOGPROB_BOUNDS[case.state_dtype] + ACTIVATION_BOUNDS[case.dtype]
         return Outcome(
             tokens=sum(len(output.token_ids) for output in outputs),
             differing=len(differences),
             first_difference=differences[0] if differences else None,
             logprob_error=self.logprob_error(outputs),
             logprob_bound=bound,
-            tokens_must_match=exact and case.state_dtype == "float32",
+            tokens_must_match=exact and case.state_dtype == case.dtype == "float32",
             preemptions=stats.preemptions,
             prefix_hits=stats.prefix_hits,
             cached_tokens=stats.cached_tokens,

@@ -63,7 +63,8 @@ def chosen_cases(config, bench: Workbench) -> dict[str, list[Case]]:
         if full:  # shuffled, so that shards get equal shares of slow cases
             order = np.random.default_rng(seed).permutation(len(cases)).tolist()
         else:
-            order = pairwise_cover([case.values for case in cases], seed)
+            costs = [case.cost for case in cases]
+            order = pairwise_cover([case.values for case in cases], seed, costs)
         kinds[kind] = [cases[at] for at in order]
     shard = option(config, "--shard", "1/1")
     number, _, count = shard.partition("/")

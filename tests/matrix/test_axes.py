@@ -29,10 +29,18 @@ class Stubborn(Baseline):
         return Conflict("decode.name = 'stubborn'", "anything", "it will not", "another")
 
 
+class Short(Baseline):
+    def check(self, selection):
+        if selection.mixer.activation_dtype == "bfloat16":
+            return None
+        return Conflict("decode.name = 'short'", "float32", "it is too long", "bfloat16")
+
+
 class Plugin:
     @hookimpl
     def ssmcore_decode_algorithms(self):
-        for name, create in (("forgetful", Forgetful), ("stubborn", Stubborn)):
+        kinds = {"forgetful": Forgetful, "stubborn": Stubborn, "short": Short}
+        for name, create in kinds.items():
             yield DecodeAlgorithmRecord(
                 name=name, summary="for this test", options=StrategyOptions, create=create
             )
@@ -44,6 +52,7 @@ def plain(decode: str, **changes) -> Case:
         cache=Choice("none"),
         decode=Choice(decode),
         graph=Choice("none"),
+        dtype="float32",
         state_dtype="float32",
         budget=300,
         drafts=0,
@@ -66,7 +75,10 @@ def test_a_strategy_that_loses_state_is_caught(bench, monkeypatch):
     monkeypatch.setattr(
         bench, "matrix", Matrix(registry, "cpu", bench.model.mixer_shape(), bench.chunk_size)
     )
-    assert any(case.decode.name == "forgetful" for case in bench.matrix.cases())
+    cases = list(bench.matrix.cases())
+    assert {case.dtype for case in cases if case.decode.name == "forgetful"} == {"float32"}
+    short = {case.dtype for case in cases if case.decode.name == "short"}
+    assert short == {"float32", "bfloat16"}
     assert bench.run(plain("forgetful")).result == "wrong"
     refusal = bench.matrix.refusal(plain("stubborn"))
     assert refusal == Refusal((("decode.name = 'stubborn'", "it will not"),), ())

@@ -42,6 +42,14 @@ def test_cover_is_small_and_seeded():
     assert chosen != pairwise_cover(cases, 1)
 
 
+def test_cover_takes_the_cheaper_of_equals():
+    cases = [(a, b, c) for a in range(3) for b in range(3) for c in ("cheap", "dear")]
+    costs = [1 if case[2] == "cheap" else 2 for case in cases]
+    chosen = [cases[at] for at in pairwise_cover(cases, 0, costs)]
+    assert pairs(chosen) == pairs(cases)
+    assert [case[2] for case in chosen].count("dear") == 3
+
+
 def test_cover_of_one_axis_and_of_nothing():
     assert pairwise_cover([("a",), ("b",)]) == [0, 1]
     assert pairwise_cover([]) == []
