@@ -48,16 +48,25 @@ def sample(
         params, seeds: of each row's request.
         positions: sequence position of each token that is drawn.
     """
-    best, tokens = logits.max(dim=-1)
+    tokens = _most_probable(logits)
     drawn = [row for row, one in enumerate(params) if one.temperature > 0]
     if drawn:
         numbers = uniforms([seeds[row] for row in drawn], [positions[row] for row in drawn])
         every = len(drawn) == len(params)
         index = torch.tensor(drawn, device=logits.device)
         chosen = _draw(logits if every else logits[index], [params[row] for row in drawn], numbers)
-        tokens[index] = chosen
-    chosen_tokens: list[int] = torch.where(best.isfinite(), tokens, -1).tolist()
-    return chosen_tokens
+        tokens[index] = torch.where(tokens[index] < 0, -1, chosen)
+    return [int(token) for token in tokens.tolist()]
+
+
+def greedy(logits: torch.Tensor) -> list[int]:
+    """The most probable token of every row; -1 where the logits are not numbers."""
+    return [int(token) for token in _most_probable(logits).tolist()]
+
+
+def _most_probable(logits: torch.Tensor) -> torch.Tensor:
+    best, tokens = logits.max(dim=-1)
+    return torch.where(best.isfinite(), tokens, -1)
 
 
 def _draw(

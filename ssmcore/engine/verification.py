@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from ssmcore.engine.requests import SamplingParams, TokenLogprob
-from ssmcore.engine.sampler import logprobs_of, sample
+from ssmcore.engine.requests import Request, SamplingParams, TokenLogprob
+from ssmcore.engine.sampler import greedy, logprobs_of, sample
 from ssmcore.engine.scheduler import Scheduled
 
 
@@ -28,6 +28,8 @@ def sample_step(scheduled: Scheduled, logits: torch.Tensor) -> list[list[Sampled
     rows = [scheduled.requests[at] for at in scheduled.sampling.tolist()]
     if not rows:
         return []
+    if all(_is_plain(request) for request in rows):
+        return [[Sampled(token, None)] for token in greedy(logits)]
     counts = scheduled.logit_counts.tolist()
     owners = [request for request, count in zip(rows, counts, strict=True) for _ in range(count)]
     positions = [
@@ -50,6 +52,12 @@ def sample_step(scheduled: Scheduled, logits: torch.Tensor) -> list[list[Sampled
         results.append(row)
         start += count
     return results
+
+
+def _is_plain(request: Request) -> bool:
+    """Whether a request takes the most probable token and nothing else is asked of it."""
+    params = request.params
+    return not request.drafts and params.temperature == 0 and params.logprobs is None
 
 
 def _logprobs(

@@ -56,6 +56,21 @@ def test_a_step_that_was_broken_off_changes_no_token(monkeypatch, error, cache, 
         assert_idle(engine)
 
 
+@pytest.mark.parametrize("cache", [{"name": "none"}, {"name": "align", "block_size": 16}])
+def test_a_step_with_drafts_that_was_broken_off_changes_no_token(monkeypatch, cache):
+    prompt = list(b"a = 1\nb = 2\na = 1\nb = 2\na = 1\n")
+    wanted = greedy([prompt], max_tokens=40)
+    with make_engine(cache=cache, engine={"num_spec_tokens": 3}) as engine:
+        name = engine.add_request(prompt, SamplingParams(max_tokens=40, ignore_eos=True))
+        for steps in (1, 2, 3, 4):
+            for _ in range(steps):
+                engine.step()
+            break_off(engine, monkeypatch, KeyboardInterrupt())
+        assert [outputs_of(engine)[name].token_ids] == wanted
+        assert engine.stats().accepted_drafts > 0
+        assert_idle(engine)
+
+
 def test_an_end_that_was_to_be_told_is_told_after_a_step_that_was_broken_off(monkeypatch):
     with make_engine() as engine:
         names = [engine.add_request(PROMPT, PARAMS) for _ in range(2)]
@@ -141,7 +156,10 @@ def test_stop_texts_without_a_tokenizer_are_refused():
 
 
 def test_more_logprobs_than_tokens_are_refused():
-    with make_engine() as engine, pytest.raises(RequestError, match=r"logprobs = 400 is more than the 257"):
+    with (
+        make_engine() as engine,
+        pytest.raises(RequestError, match=r"logprobs = 400 is more than the 257"),
+    ):
         engine.add_request(PROMPT, SamplingParams(logprobs=400))
 
 
