@@ -2,10 +2,13 @@
 
     python benchmarks/matrix.py --device cuda --workers 12 --json FILE
 
-Each worker runs one shard of `python -m pytest tests/matrix --full` on one thread. With `--parts`
-and `--part` a run is split over several calls. The record has a line for every case that ran, the
-refusals counted by reason, and the greatest error by state dtype; it exits with 1 if a case failed.
-`--merge` makes one record of several parts' records.
+Each worker runs one shard of `python -m pytest tests/matrix --full` on one thread: a pairwise cover
+first, then the rest shuffled. With `--parts` and `--part` a run is split over several calls; with
+`--limit` cases that would start after so many seconds are counted as skipped.
+
+The record has a line for every case that ran, the refusals counted by reason, and the greatest
+error by state dtype; it exits with 1 if a case failed. `--merge` makes one record of several parts'
+records.
 """
 
 from __future__ import annotations
@@ -38,7 +41,9 @@ COLUMNS = (
 )
 
 
-def run_shards(device: str, workers: int, part: int, parts: int) -> list[dict[str, Any]]:
+def run_shards(
+    device: str, workers: int, part: int, parts: int, limit: float
+) -> list[dict[str, Any]]:
     """Reports of `workers` shards that run side by side."""
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as folder:
@@ -49,7 +54,7 @@ def run_shards(device: str, workers: int, part: int, parts: int) -> list[dict[st
                     *(sys.executable, "-m", "pytest", "tests/matrix/test_matrix.py", "--full"),
                     *("--device", device, "--tb=short", "-p", "no:cacheprovider"),
                     *("--shard", f"{part + parts * shard}/{parts * workers}"),
-                    *("--matrix-json", str(file)),
+                    *("--matrix-seconds", str(limit), "--matrix-json", str(file)),
                 ],
                 cwd=ROOT,
                 env=environ,
@@ -71,6 +76,8 @@ def record_of(reports: Sequence[dict[str, Any]], seconds: float, command: str) -
     failures = []
     for case in (case for report in reports for case in report["cases"]):
         counts[case["result"]] += 1
+        if case["result"] == "skipped":
+            continue
         if case["result"] not in ("same", "bounded"):
             if case["result"] in ("impossible", "unavailable"):
                 refusals[f"{case['result']}: {case['reason']}"] += 1
@@ -142,6 +149,7 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--part", type=int, default=1, help="which part of --parts, from 1")
     parser.add_argument("--parts", type=int, default=1)
+    parser.add_argument("--limit", type=float, default=1e9, help="seconds for starting cases")
     parser.add_argument("--json", type=Path, required=True, help="where the record goes")
     parser.add_argument("--merge", type=Path, nargs="+", help="records of parts to put together")
     options = parser.parse_args()
@@ -152,9 +160,12 @@ def main() -> int:
         record = merged(records)
     else:
         begun = time.perf_counter()
-        reports = run_shards(options.device, options.workers, options.part, options.parts)
-        command = f"benchmarks/matrix.py --device {options.device} --workers {options.workers}"
-        command += f" --part {options.part} --parts {options.parts}"
+        sizes = (options.workers, options.part, options.parts, options.limit)
+        reports = run_shards(options.device, *sizes)
+        command = f"benchmarks/matrix.py --device {options.device}" + "".join(
+            f" --{name} {size:g}"
+            for name, size in zip(("workers", "part", "parts", "limit"), sizes, strict=True)
+        )
         record = record_of(reports, time.perf_counter() - begun, command)
     write(options.json, record)
     print(json.dumps({key: record[key] for key in ("seconds", "counts", "tokens_compared")}))

@@ -35,6 +35,9 @@ NEW_TOKENS = 256
 LONG_PROMPT, FIRST_TURN = 200, 90
 """Tokens of the longest first prompt, and of its answer that the second turn goes on from."""
 
+AMPLE = "256 MiB"
+"""Of the state pool: room for all requests and a good many cached states."""
+
 LOGPROB_BOUNDS = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 2.5e-1}
 """By state dtype: greatest error of a chosen token's log-probability against float64."""
 ACTIVATION_BOUNDS = {"float32": 0.0, "bfloat16": 2.5e-1}
@@ -218,10 +221,10 @@ class Workbench:
         begun = time.perf_counter()
         selection = self.matrix.selection(case)
         requests = self.prompts
-        memory = "auto"
+        memory = AMPLE
         if case.pool == "tight":
             slots = self._tight(selection)
-            extra = max(0, slots // (1 + case.drafts) - len(requests))
+            extra = max(0, slots // (1 + case.drafts) + 1 - len(requests))
             requests = requests + [requests[-1 - nth % len(requests)] for nth in range(extra)]
             memory = f"{(slots + 1) * self._slot_bytes(selection)} B"
         outputs: list[RequestOutput] = []
@@ -248,15 +251,13 @@ class Workbench:
         ]
 
     def _tight(self, selection: Selection) -> int:
-        """Slots that requests run out of: one for each if they grow, else for one fewer.
+        """Slots for one request fewer than there are, when none passes from block to block.
 
-        A request that decodes holds `1 + S` slots, and with blocks and no drafts one more for as
-        long as it passes from block to block.
+        A request that decodes holds `1 + S` slots, and for as long as it passes, one more.
         """
         drafts = selection.limits.num_spec_tokens
-        grows = selection.cache.block_size is not None and not drafts
-        rows = len(self.prompts) if grows else len(self.prompts) - 1
-        return max(slots_of_one_request(selection.cache, selection.limits), rows * (1 + drafts))
+        least = slots_of_one_request(selection.cache, selection.limits)
+        return max(least, (len(self.prompts) - 1) * (1 + drafts))
 
     def _slot_bytes(self, selection: Selection) -> int:
         assert selection.mixer is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
 from functools import cache
 from pathlib import Path
@@ -18,6 +19,7 @@ from ssmcore.testing.matrix import Case, shard_of
 from ssmcore.testing.pairwise import pairwise_cover
 from ssmcore.testing.runs import Workbench
 
+BEGUN = pytest.StashKey[float]()
 RECORDS = pytest.StashKey[list[dict[str, Any]]]()
 
 
@@ -27,6 +29,7 @@ def pytest_addoption(parser):
     group.addoption("--shard", metavar="I/N", help="part I of N of the cases")
     group.addoption("--device", help="cpu, cuda or cuda:N (default: cpu)")
     group.addoption("--matrix-seed", type=int, help="of the pairwise cover (default: 0)")
+    group.addoption("--matrix-seconds", type=float, help="skip cases that would start later")
     group.addoption("--matrix-json", type=Path, metavar="FILE", help="write every case's result")
 
 
@@ -48,8 +51,18 @@ def bench(pytestconfig) -> Workbench:
 
 @pytest.fixture
 def record(pytestconfig):
-    """Takes a dictionary for the record."""
-    return pytestconfig.stash.setdefault(RECORDS, []).append
+    """Takes a dictionary for the record; skips the test when the time is over."""
+    append = pytestconfig.stash.setdefault(RECORDS, []).append
+    begun = pytestconfig.stash.setdefault(BEGUN, time.monotonic())
+    late = time.monotonic() - begun > option(pytestconfig, "--matrix-seconds", float("inf"))
+
+    def take(entry: dict[str, Any]) -> None:
+        if late:
+            append({**entry, "result": "skipped"})
+            pytest.skip("--matrix-seconds are over")
+        append(entry)
+
+    return take
 
 
 def chosen_cases(config, bench: Workbench) -> dict[str, list[Case]]:
@@ -60,11 +73,11 @@ def chosen_cases(config, bench: Workbench) -> dict[str, list[Case]]:
         refusal = bench.matrix.refusal(case)
         kinds["run" if refusal is None else refusal.kind].append(case)
     for kind, cases in kinds.items():
-        if full:  # shuffled, so that shards get equal shares of slow cases
-            order = np.random.default_rng(seed).permutation(len(cases)).tolist()
-        else:
-            costs = [case.cost for case in cases]
-            order = pairwise_cover([case.values for case in cases], seed, costs)
+        costs = [case.cost for case in cases]
+        order = pairwise_cover([case.values for case in cases], seed, costs)
+        if full:  # shuffled behind the cover, so that shards get equal shares of slow cases
+            shuffled = np.random.default_rng(seed).permutation(len(cases)).tolist()
+            order = list(dict.fromkeys([*order, *shuffled]))
         kinds[kind] = [cases[at] for at in order]
     shard = option(config, "--shard", "1/1")
     number, _, count = shard.partition("/")

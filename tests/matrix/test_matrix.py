@@ -14,17 +14,6 @@ def test_the_reference_is_beyond_rounding(bench):
     assert bench.oracle.margin(pairs) > 1e-3
 
 
-def test_combination_gives_the_same_tokens(bench, case, record):
-    entry = {"case": case.as_dict(), "result": "failed"}
-    record(entry)
-    outcome = bench.run(case)
-    entry |= outcome.as_dict()
-    assert outcome.result != "wrong", outcome
-    assert outcome.preemptions > 0 or not bench.can_preempt(case)
-    assert outcome.prefix_hits > 0 or not bench.can_hit(case)
-    assert outcome.prefix_hits == 0 or bench.matrix.selection(case).cache.reuses_states
-
-
 def test_refused_combination_is_refused_with_its_reason(bench, refused_case, record):
     refusal = bench.matrix.refusal(refused_case)
     entry = {"case": refused_case.as_dict(), "result": "failed", "reason": refusal.reason}
@@ -33,3 +22,15 @@ def test_refused_combination_is_refused_with_its_reason(bench, refused_case, rec
     assert error is not None
     assert refusal.explains(error), error
     entry["result"] = refusal.kind
+
+
+def test_combination_gives_the_same_tokens(bench, case, record):
+    entry = {"case": case.as_dict(), "result": "failed"}
+    record(entry)
+    outcome = bench.run(case)
+    entry |= outcome.as_dict() | {"result": "failed"}
+    assert outcome.result != "wrong", outcome
+    assert (outcome.preemptions > 0) == bench.can_preempt(case)
+    assert outcome.prefix_hits > 0 or not bench.can_hit(case)
+    assert outcome.prefix_hits == 0 or bench.matrix.selection(case).cache.reuses_states
+    entry["result"] = outcome.result
