@@ -109,7 +109,7 @@ class Theirs:
 
 
 def transformers_model(model: Mamba2Model) -> Any:
-    """The same weights, the same memory, in transformers' model."""
+    """The same weights in transformers' model."""
     config, weights = model.config, model.weights
     theirs_config = transformers.Mamba2Config(
         vocab_size=config.vocab_size,
@@ -122,6 +122,10 @@ def transformers_model(model: Mamba2Model) -> Any:
         chunk_size=config.chunk_size,
         tie_word_embeddings=True,
     )
+
+    def plain(weight: torch.Tensor) -> torch.Tensor:
+        return weight.to_dense() if weight.is_mkldnn else weight
+
     tensors = {
         "backbone.embeddings.weight": weights.embedding,
         "lm_head.weight": weights.embedding,
@@ -129,14 +133,14 @@ def transformers_model(model: Mamba2Model) -> Any:
     }
     for index, layer in enumerate(weights.layers):
         mixer = {
-            "in_proj.weight": layer.in_proj,
+            "in_proj.weight": plain(layer.in_proj),
             "conv1d.weight": layer.conv_weight[:, None],
             "conv1d.bias": layer.conv_bias,
             "dt_bias": layer.dt_bias,
             "A_log": (-layer.A).log(),
             "D": layer.D,
             "norm.weight": layer.gate_norm,
-            "out_proj.weight": layer.out_proj,
+            "out_proj.weight": plain(layer.out_proj),
         }
         tensors[f"backbone.layers.{index}.norm.weight"] = layer.norm
         tensors |= {f"backbone.layers.{index}.mixer.{k}": v for k, v in mixer.items()}

@@ -8,18 +8,23 @@ plan's business, how the recurrence is computed the kernels' and the decode algo
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 
 import numpy as np
 import torch
 from ssmcore_kernels import Kernels, for_device
-from torch.nn.functional import embedding, linear
+from torch.nn.functional import embedding
 
 from ssmcore.errors import StepError
 from ssmcore.models.config import Mamba2Config
+from ssmcore.models.projection import packed, project
 from ssmcore.models.weights import LayerWeights, ModelWeights, wide_dtype
 from ssmcore.plan import PrefillPlan, StepPlan
 from ssmcore.state import StatePool
 from ssmcore.strategies import DecodeAlgorithm, DecodeInputs, MixerShape
+
+# a tied head is kept twice, plain and packed, where it is at most this part of the weights
+_TIED_HEAD_SHARE = 1 / 3
 
 
 class Mamba2Model:
@@ -110,7 +115,15 @@ class Mamba2Model:
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Scores of the next token, (n, vocab_size), float32, for hidden: (n, d_model)."""
-        return linear(hidden, self.weights.head).float()
+        return project(hidden, self._head, None).float()
+
+    @cached_property
+    def _head(self) -> torch.Tensor:
+        """The head, packed if it may take that much more memory beside the embedding."""
+        head = self.weights.head
+        if head.is_mkldnn or head.nbytes > _TIED_HEAD_SHARE * self.weights.nbytes:
+            return head
+        return packed(head)
 
     def _mix(
         self,
@@ -126,7 +139,7 @@ class Mamba2Model:
         """One mixer: hidden (tokens, d_model) to (tokens, d_model)."""
         config = self.config
         slots = pool.layer(index)
-        projected = linear(hidden, layer.in_proj, layer.in_proj_bias)
+        projected = project(hidden, layer.in_proj, layer.in_proj_bias)
         z = projected[:, : config.d_inner]
         xbc = projected[:, config.d_inner : -config.heads]
         dt = projected[:, -config.heads :]
@@ -157,7 +170,7 @@ class Mamba2Model:
             group_size=config.d_inner // config.groups,
             eps=config.norm_eps,
         )
-        return linear(gated, layer.out_proj, layer.out_proj_bias)
+        return project(gated, layer.out_proj, layer.out_proj_bias)
 
     def _prefill(
         self,

@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 
 from ssmcore.errors import CheckpointError
 from ssmcore.models.config import Mamba2Config, read_json
+from ssmcore.models.projection import packed
 
 SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")
 INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
@@ -38,7 +39,8 @@ class LayerWeights:
     norm: (d_model,); in_proj: (proj_dim, d_model), rows in the order z, x, B, C, dt;
     conv_weight: (conv_dim, d_conv); conv_bias: (conv_dim,) or None; dt_bias, A, D: (heads,),
     float32 (float64 in a float64 model), A = -exp(A_log); gate_norm: (d_inner,);
-    out_proj: (d_model, d_inner); in_proj_bias, out_proj_bias: or None.
+    out_proj: (d_model, d_inner); in_proj_bias, out_proj_bias: or None. in_proj and out_proj may be
+    packed (`ssmcore.models.projection`).
     """
 
     norm: torch.Tensor
@@ -56,7 +58,10 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """All tensors of a model: embedding, head: (vocab_size, d_model), one tensor when tied."""
+    """All tensors of a model: embedding, head: (vocab_size, d_model), one tensor when tied.
+
+    A head of its own may be packed.
+    """
 
     embedding: torch.Tensor
     layers: tuple[LayerWeights, ...]
@@ -116,7 +121,10 @@ def build_weights(
     tensor: Callable[[str, tuple[int, ...], torch.dtype], torch.Tensor],
 ) -> ModelWeights:
     """Put weights together from `tensor(name, shape, dtype)`, asked for one by one."""
-    embedding = tensor(_EMBEDDING, (config.vocab_size, config.d_model), dtype)
+    vocabulary = (config.vocab_size, config.d_model)
+    # the head first: while it is packed it takes twice its memory
+    head = None if config.tied_head else packed(tensor(_HEAD, vocabulary, dtype))
+    embedding = tensor(_EMBEDDING, vocabulary, dtype)
     layers = []
     for index in range(config.num_layers):
         found: dict[str, torch.Tensor | None] = dict.fromkeys(
@@ -129,13 +137,12 @@ def build_weights(
                 value = -torch.exp(value)
             elif want.field == "conv_weight":
                 value = value.squeeze(1)
+            elif want.field in ("in_proj", "out_proj"):
+                value = packed(value)
             found[want.field] = value
         layers.append(LayerWeights(**found))  # type: ignore[arg-type]
     final_norm = tensor(_FINAL_NORM, (config.d_model,), dtype)
-    head = embedding
-    if not config.tied_head:
-        head = tensor(_HEAD, (config.vocab_size, config.d_model), dtype)
-    return ModelWeights(embedding, tuple(layers), final_norm, head)
+    return ModelWeights(embedding, tuple(layers), final_norm, embedding if head is None else head)
 
 
 def load_weights(
