@@ -132,7 +132,10 @@ class Conflict:
 
 
 class Strategy(Protocol):
-    """What every strategy answers, whatever its slot."""
+    """What every strategy answers, whatever its slot.
+
+    An attribute `start_up_notes: tuple[str, ...]`, if there is one, is told to a person at start-up.
+    """
 
     def check(self, selection: Selection) -> Conflict | None:
         """Say why this strategy cannot live with the rest of the selection, or None."""

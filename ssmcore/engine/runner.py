@@ -57,8 +57,11 @@ class Runner:
         Args:
             progress: told how many of how many graphs are captured.
         """
+        if self.device.type != "cuda":
+            return
+        self._warm_up()
         sizes = self._padding.sizes
-        if self.device.type != "cuda" or not sizes:
+        if not sizes:
             return
         before = torch.cuda.mem_get_info(self.device)[0]
         memory = torch.cuda.graph_pool_handle()
@@ -67,6 +70,13 @@ class Runner:
             if progress is not None:
                 progress(done, len(sizes))
         self.graph_bytes = max(0, before - torch.cuda.mem_get_info(self.device)[0])
+
+    @torch.inference_mode()
+    def _warm_up(self) -> None:
+        """Run a step of padding alone, so that kernels are compiled before the first request."""
+        plan = self.pipeline.plan_for_capture(1)
+        tokens = torch.zeros(plan.num_decode_tokens, dtype=torch.int64, device=self.device)
+        self._logits(tokens, plan)
 
     @torch.inference_mode()
     def _capture(self, size: int, memory: Any) -> _Graph:
