@@ -164,7 +164,7 @@ def _build(
         options, left_out = validated_options(settings, registry, slot, chosen[slot])
         objects[slot] = _create(slot, chosen[slot], options, context)
         notes += left_out
-    if running:
+    if device is not None:
         notes += [note for one in objects.values() for note in getattr(one, "start_up_notes", ())]
     selection = Selection(
         **objects,

@@ -134,7 +134,7 @@ class Conflict:
 class Strategy(Protocol):
     """What every strategy answers, whatever its slot.
 
-    An attribute `start_up_notes: tuple[str, ...]`, if there is one, is told to a person at start-up.
+    An attribute `start_up_notes: tuple[str, ...]`, if it has one, is told to a person at start-up.
     """
 
     def check(self, selection: Selection) -> Conflict | None:
