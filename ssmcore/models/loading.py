@@ -15,6 +15,7 @@ from ssmcore.errors import SettingsError
 from ssmcore.models.config import Mamba2Config
 from ssmcore.models.hub import resolve
 from ssmcore.models.mamba2 import Mamba2Model
+from ssmcore.models.projection import packed
 from ssmcore.models.tokenizer import Tokenizer, load_tokenizer
 from ssmcore.models.weights import build_weights, load_weights
 
@@ -79,8 +80,11 @@ def random_model(
     wanted = resolve_dtype(dtype, device) or torch.float32
     generator = torch.Generator().manual_seed(seed)
 
-    def draw(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return _draw(name, shape, generator).to(device=device, dtype=dtype)
+    def draw(
+        name: str, shape: tuple[int, ...], dtype: torch.dtype, multiplied: bool
+    ) -> torch.Tensor:
+        tensor = _draw(name, shape, generator).to(device=device, dtype=dtype)
+        return packed(tensor) if multiplied else tensor
 
     return Mamba2Model(config, build_weights(config, wanted, draw))
 

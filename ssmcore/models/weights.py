@@ -81,12 +81,16 @@ class ModelWeights:
 
 
 class _Wanted(NamedTuple):
-    """A tensor of the checkpoint: `field` of `LayerWeights`, and whether it is kept wide."""
+    """A tensor of the checkpoint and its `field` of `LayerWeights`.
+
+    wide: kept in float32; multiplied: a matrix of `project`, which may be packed.
+    """
 
     name: str
     field: str
     shape: tuple[int, ...]
     wide: bool = False
+    multiplied: bool = False
 
 
 def layer_tensors(config: Mamba2Config) -> tuple[_Wanted, ...]:
@@ -94,13 +98,17 @@ def layer_tensors(config: Mamba2Config) -> tuple[_Wanted, ...]:
     heads, inner = (config.heads,), (config.d_inner,)
     wanted = [
         _Wanted("norm.weight", "norm", (config.d_model,)),
-        _Wanted("mixer.in_proj.weight", "in_proj", (config.proj_dim, config.d_model)),
+        _Wanted(
+            "mixer.in_proj.weight", "in_proj", (config.proj_dim, config.d_model), multiplied=True
+        ),
         _Wanted("mixer.conv1d.weight", "conv_weight", (config.conv_dim, 1, config.d_conv)),
         _Wanted("mixer.dt_bias", "dt_bias", heads, wide=True),
         _Wanted("mixer.A_log", "A", heads, wide=True),
         _Wanted("mixer.D", "D", heads, wide=True),
         _Wanted("mixer.norm.weight", "gate_norm", inner),
-        _Wanted("mixer.out_proj.weight", "out_proj", (config.d_model, config.d_inner)),
+        _Wanted(
+            "mixer.out_proj.weight", "out_proj", (config.d_model, config.d_inner), multiplied=True
+        ),
     ]
     if config.conv_bias:
         wanted.append(_Wanted("mixer.conv1d.bias", "conv_bias", (config.conv_dim,)))
@@ -118,13 +126,13 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 def build_weights(
     config: Mamba2Config,
     dtype: torch.dtype,
-    tensor: Callable[[str, tuple[int, ...], torch.dtype], torch.Tensor],
+    tensor: Callable[[str, tuple[int, ...], torch.dtype, bool], torch.Tensor],
 ) -> ModelWeights:
-    """Put weights together from `tensor(name, shape, dtype)`, asked for one by one."""
+    """Put weights together from `tensor(name, shape, dtype, multiplied)`, asked for one by one."""
     vocabulary = (config.vocab_size, config.d_model)
     # the head first: while it is packed it takes twice its memory
-    head = None if config.tied_head else packed(tensor(_HEAD, vocabulary, dtype))
-    embedding = tensor(_EMBEDDING, vocabulary, dtype)
+    head = None if config.tied_head else tensor(_HEAD, vocabulary, dtype, True)
+    embedding = tensor(_EMBEDDING, vocabulary, dtype, False)
     layers = []
     for index in range(config.num_layers):
         found: dict[str, torch.Tensor | None] = dict.fromkeys(
@@ -132,16 +140,15 @@ def build_weights(
         )
         for want in layer_tensors(config):
             name = f"backbone.layers.{index}.{want.name}"
-            value = tensor(name, want.shape, wide_dtype(dtype) if want.wide else dtype)
+            kept = wide_dtype(dtype) if want.wide else dtype
+            value = tensor(name, want.shape, kept, want.multiplied)
             if want.field == "A":
                 value = -torch.exp(value)
             elif want.field == "conv_weight":
                 value = value.squeeze(1)
-            elif want.field in ("in_proj", "out_proj"):
-                value = packed(value)
             found[want.field] = value
         layers.append(LayerWeights(**found))  # type: ignore[arg-type]
-    final_norm = tensor(_FINAL_NORM, (config.d_model,), dtype)
+    final_norm = tensor(_FINAL_NORM, (config.d_model,), dtype, False)
     return ModelWeights(embedding, tuple(layers), final_norm, embedding if head is None else head)
 
 
@@ -163,8 +170,15 @@ def load_weights(
     with _open(directory) as source:
         _check_names(source, config)
 
-        def take(name: str, shape: tuple[int, ...], wanted: torch.dtype) -> torch.Tensor:
-            return source.read(name, shape).to(device=device, dtype=wanted, copy=True)
+        def take(
+            name: str, shape: tuple[int, ...], wanted: torch.dtype, multiplied: bool
+        ) -> torch.Tensor:
+            mapped = source.read(name, shape)
+            if not multiplied or device.type != "cpu":
+                return mapped.to(device=device, dtype=wanted, copy=True)
+            converted = mapped.to(wanted)
+            result = packed(converted)
+            return mapped.to(wanted, copy=True) if result is mapped else result
 
         if dtype is None:
             dtype = source.read(_EMBEDDING, (config.vocab_size, config.d_model)).dtype
