@@ -2,7 +2,8 @@
 
 Both run in one process, taking turns, and must choose the same tokens. ssmcore's decode times
 include planning every step; transformers' are its forward pass alone, without `generate`. Times are
-medians over the turns.
+medians over the turns. On a busy machine use `--threads 1`: threads that wait for each other measure
+the others' work.
 
     python benchmarks/cpu_vs_transformers.py --out benchmarks/results
 """
@@ -14,6 +15,7 @@ import datetime
 import gc
 import inspect
 import json
+import os
 import platform
 import statistics
 import sys
@@ -239,6 +241,7 @@ def main() -> None:
         (f"prefill, {n} tokens", n, lambda side, n=n: prefill_runner(side, n), 1)
         for n in (512, 2048)
     ]
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     results = []
     for name, tokens, runner, batch in cases:
         if args.only in name:
@@ -249,6 +252,8 @@ def main() -> None:
         "what": "mamba2-130m's shape, random weights, float32, CPU",
         "date": datetime.date.today().isoformat(),
         "cpu": cpu_name(),
+        "cores": os.cpu_count(),
+        "load_average_before": load,
         "threads": args.threads,
         "python": platform.python_version(),
         "torch": torch.__version__,
