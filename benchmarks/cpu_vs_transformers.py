@@ -2,8 +2,8 @@
 
 Both run in one process, taking turns, and must choose the same tokens. ssmcore's decode times
 include planning every step; transformers' are its forward pass alone, without `generate`. Times are
-medians over the turns. On a busy machine use `--threads 1`: threads that wait for each other measure
-the others' work.
+medians over the turns. On a busy machine use `--threads 1`: threads that wait for each other would
+measure the others' work.
 
     python benchmarks/cpu_vs_transformers.py --out benchmarks/results
 """
