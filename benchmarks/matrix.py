@@ -42,7 +42,7 @@ COLUMNS = (
 
 
 def run_shards(
-    device: str, workers: int, part: int, parts: int, limit: float
+    device: str, cover: bool, workers: int, part: int, parts: int, limit: float
 ) -> list[dict[str, Any]]:
     """Reports of `workers` shards that run side by side."""
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -51,7 +51,8 @@ def run_shards(
         started = [
             subprocess.Popen(
                 [
-                    *(sys.executable, "-m", "pytest", "tests/matrix/test_matrix.py", "--full"),
+                    *(sys.executable, "-m", "pytest", "tests/matrix/test_matrix.py"),
+                    *(() if cover else ("--full",)),
                     *("--device", device, "--tb=short", "-p", "no:cacheprovider"),
                     *("--shard", f"{part + parts * shard}/{parts * workers}"),
                     *("--matrix-seconds", str(limit), "--matrix-json", str(file)),
@@ -146,6 +147,7 @@ def write(path: Path, record: dict[str, Any]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
+    parser.add_argument("--cover", action="store_true", help="the pairwise cover alone")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--part", type=int, default=1, help="which part of --parts, from 1")
     parser.add_argument("--parts", type=int, default=1)
@@ -161,8 +163,9 @@ def main() -> int:
     else:
         begun = time.perf_counter()
         sizes = (options.workers, options.part, options.parts, options.limit)
-        reports = run_shards(options.device, *sizes)
-        command = f"benchmarks/matrix.py --device {options.device}" + "".join(
+        reports = run_shards(options.device, options.cover, *sizes)
+        command = f"benchmarks/matrix.py --device {options.device}"
+        command += " --cover" * options.cover + "".join(
             f" --{name} {size:g}"
             for name, size in zip(("workers", "part", "parts", "limit"), sizes, strict=True)
         )
