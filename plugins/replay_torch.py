@@ -6,46 +6,25 @@ in `buffer_len` steps. This is the reference that the faster kernels are held to
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from ssmcore.hookspecs import hookimpl
 from ssmcore.replay import ReplayOptions, RingReplay
-from ssmcore.strategies import DecodeAlgorithmRecord, DecodeInputs
+from ssmcore.strategies import DecodeAlgorithmRecord
 
 if TYPE_CHECKING:
     import torch
-
-    from ssmcore.plan import DecodePlan
 
 
 class ReplayTorch(RingReplay):
     """The torch reference of the family as a strategy."""
 
-    def update(
-        self, inputs: DecodeInputs, slots: Mapping[str, torch.Tensor], plan: DecodePlan
-    ) -> torch.Tensor:
-        """One token a row."""
+    def kernel(self) -> Callable[..., torch.Tensor]:
+        """The family's step in torch."""
         from ssmcore_kernels.reference.replay import replay_state_update
 
-        return replay_state_update(
-            inputs.x,
-            inputs.dt,
-            inputs.A,
-            inputs.B,
-            inputs.C,
-            D=inputs.D,
-            dt_bias=inputs.dt_bias,
-            dt_limit=inputs.dt_limit,
-            state=slots["state"],
-            ring_x=slots["ring_x"],
-            ring_dt=slots["ring_dt"],
-            ring_B=slots["ring_B"],
-            state_read_slots=plan.state_read_slots,
-            write_slots=plan.write_slots,
-            write_pos=plan.tensor("write_pos"),
-            is_flush=plan.tensor("is_flush"),
-        )
+        return replay_state_update
 
 
 @hookimpl

@@ -7,8 +7,8 @@ nothing is read back from a device.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,7 @@ from ssmcore.strategies import (
     CacheMode,
     Conflict,
     CreateContext,
+    DecodeInputs,
     Field,
     IntArray,
     MixerShape,
@@ -29,6 +30,11 @@ from ssmcore.strategies import (
     StrategyOptions,
 )
 from ssmcore.validation import least
+
+if TYPE_CHECKING:
+    import torch
+
+    from ssmcore.plan import DecodePlan
 
 MAX_BUFFER_LEN = 64
 
@@ -87,7 +93,7 @@ class ReplayOptions(StrategyOptions):
 
 
 class RingReplay:
-    """Everything of a ring-keeping algorithm but its kernel; subclasses add `update`.
+    """Everything of a ring-keeping algorithm but its kernel, which subclasses name.
 
     Per slot and layer it keeps `ring_x`: (L, heads, headdim), activation dtype; `ring_dt`: (L,
     heads), float32, after bias, softplus and limit; `ring_B`: (L, groups, dstate), activation
@@ -116,6 +122,33 @@ class RingReplay:
         out["write_pos"][:] = cursors.write_pos
         out["is_flush"][:] = cursors.is_flush
         return cursors.write_pos
+
+    def kernel(self) -> Callable[..., torch.Tensor]:
+        """A function that takes what `replay_state_update` of the reference kernels takes."""
+        raise NotImplementedError
+
+    def update(
+        self, inputs: DecodeInputs, slots: Mapping[str, torch.Tensor], plan: DecodePlan
+    ) -> torch.Tensor:
+        """One token a row."""
+        return self.kernel()(
+            inputs.x,
+            inputs.dt,
+            inputs.A,
+            inputs.B,
+            inputs.C,
+            D=inputs.D,
+            dt_bias=inputs.dt_bias,
+            dt_limit=inputs.dt_limit,
+            state=slots["state"],
+            ring_x=slots["ring_x"],
+            ring_dt=slots["ring_dt"],
+            ring_B=slots["ring_B"],
+            state_read_slots=plan.state_read_slots,
+            write_slots=plan.write_slots,
+            write_pos=plan.tensor("write_pos"),
+            is_flush=plan.tensor("is_flush"),
+        )
 
     def slot_tensors(self, mixer: MixerShape) -> tuple[SlotTensor, ...]:
         """The ring."""
