@@ -114,11 +114,12 @@ def make_arrays(case: Case, seed: int) -> dict[str, Any]:
 
 def ssmcore_side() -> Any:
     """A pipeline as a serving engine would make it, with the CPU for its device."""
-    from ssmcore_plugins.cache_align import AlignCache, AlignOptions
+    from ssmcore_plugins.cache_align import AlignCache
     from ssmcore_plugins.decode_first import DecodeFirst
     from ssmcore_plugins.full_decode import FullDecode, FullDecodeOptions
     from ssmcore_plugins.replay_triton import ReplayTriton
 
+    from ssmcore.blocks import BlockOptions
     from ssmcore.pipeline import Pipeline
     from ssmcore.replay import ReplayOptions
     from ssmcore.strategies import CreateContext, Limits, Selection, StrategyOptions
@@ -127,7 +128,7 @@ def ssmcore_side() -> Any:
     context = CreateContext(limits)
     selection = Selection(
         DecodeFirst(StrategyOptions(), context),
-        AlignCache(AlignOptions(block_size=BLOCK), context),
+        AlignCache(BlockOptions(block_size=BLOCK), context),
         ReplayTriton(ReplayOptions(buffer_len=RING), context),
         FullDecode(FullDecodeOptions(max_capture_size=MAX_ROWS), context),
         {

@@ -10,41 +10,25 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy.typing as npt
-from pydantic import Field as Option
 
-from ssmcore.blocks import block_start, column_after, counting
+from ssmcore.blocks import BlockOptions, FixedBlocks, column_after, counting
 from ssmcore.hookspecs import hookimpl
 from ssmcore.step import Rows
 from ssmcore.strategies import (
     CacheModeRecord,
     Conflict,
-    CreateContext,
     DraftColumns,
     Field,
     IntArray,
     Selection,
-    StrategyOptions,
 )
 
 
-class AlignOptions(StrategyOptions):
-    """Options of `align`."""
-
-    block_size: int = Option(default=256, ge=1, le=2**31 - 1, strict=True)
-    """Tokens of a cache block; states are reusable at its multiples."""
-
-
-class AlignCache:
+class AlignCache(FixedBlocks):
     """State in the column of the running block."""
 
     fields: tuple[Field, ...] = ()
     whole_rows = False
-    reuses_states = True
-
-    def __init__(self, options: AlignOptions, context: CreateContext) -> None:
-        self.block_size: int | None = options.block_size
-        self._size = options.block_size
-        self._num_spec_tokens = context.limits.num_spec_tokens
 
     def check(self, selection: Selection) -> Conflict | None:
         """Refuses to run blocks that no prefill step can fill."""
@@ -57,18 +41,6 @@ class AlignCache:
                 instead=f"cache.block_size of at most {budget}, or a larger token budget",
             )
         return None
-
-    def table_width(self, max_tokens: int) -> int:
-        """One column a block, and `S` behind the last."""
-        return max(1, -(-max_tokens // self._size)) + self._num_spec_tokens
-
-    def column(self, tokens: IntArray) -> IntArray:
-        """`max(0, (tokens - 1) // block_size)`."""
-        return column_after(tokens, self._size)
-
-    def last_boundary(self, tokens: IntArray) -> IntArray | None:
-        """The block start at or before `tokens`."""
-        return block_start(tokens, self._size)
 
     def state_writes(self, rows: Rows) -> tuple[IntArray, IntArray]:
         """Each row's last state."""
@@ -83,10 +55,6 @@ class AlignCache:
         """The running block; blocks that the step passes over need no slot."""
         block = max(0, (seq_len - 1) // self._size)
         return range(block, block + 1)
-
-    def boundaries(self, max_tokens: int) -> Sequence[int]:
-        """Every block end."""
-        return range(self._size, max_tokens + 1, self._size)
 
     def published(self, computed: int, seq_len: int) -> Sequence[int]:
         """The end of the step, if it is a block's."""
@@ -117,6 +85,6 @@ def ssmcore_cache_modes() -> Iterator[CacheModeRecord]:
     yield CacheModeRecord(
         name="align",
         summary="Prefix reuse at block boundaries; keeps running and boundary blocks.",
-        options=AlignOptions,
+        options=BlockOptions,
         create=AlignCache,
     )

@@ -7,31 +7,21 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import Field as Option
 
-from ssmcore.blocks import block_start, column_after, crossed_boundaries
+from ssmcore.blocks import BlockOptions, FixedBlocks, column_after, crossed_boundaries
 from ssmcore.hookspecs import hookimpl
 from ssmcore.step import Rows
 from ssmcore.strategies import (
     CacheModeRecord,
     Conflict,
-    CreateContext,
     DraftColumns,
     Field,
     IntArray,
     Selection,
-    StrategyOptions,
 )
 
 
-class AllOptions(StrategyOptions):
-    """Options of `all`."""
-
-    block_size: int = Option(default=256, ge=1, le=2**31 - 1, strict=True)
-    """Tokens of a cache block; every multiple of it keeps a state."""
-
-
-class AllCache:
+class AllCache(FixedBlocks):
     """State of every block in its column; kernels get whole block table rows."""
 
     fields: tuple[Field, ...] = (
@@ -41,12 +31,6 @@ class AllCache:
         Field("last_scheduled_block_prev_step"),
     )
     whole_rows = True
-    reuses_states = True
-
-    def __init__(self, options: AllOptions, context: CreateContext) -> None:
-        self.block_size: int | None = options.block_size
-        self._size = options.block_size
-        self._num_spec_tokens = context.limits.num_spec_tokens
 
     def check(self, selection: Selection) -> Conflict | None:
         """Refuses to run blocks that do not end with a chunk, and drafts."""
@@ -68,18 +52,6 @@ class AllCache:
             )
         return None
 
-    def table_width(self, max_tokens: int) -> int:
-        """One column a block, and `S` behind the last."""
-        return max(1, -(-max_tokens // self._size)) + self._num_spec_tokens
-
-    def column(self, tokens: IntArray) -> IntArray:
-        """`max(0, (tokens - 1) // block_size)`."""
-        return column_after(tokens, self._size)
-
-    def last_boundary(self, tokens: IntArray) -> IntArray | None:
-        """The block start at or before `tokens`."""
-        return block_start(tokens, self._size)
-
     def state_writes(self, rows: Rows) -> tuple[IntArray, IntArray]:
         """The state at every block end that the step crosses, and each row's last."""
         return crossed_boundaries(rows.computed, rows.seq_lens, self._size)
@@ -95,17 +67,13 @@ class AllCache:
         )
 
     def _previous_block(self, rows: Rows) -> IntArray:
-        computed = np.maximum((rows.computed - 1) // self._size, 0)
+        computed = column_after(rows.computed, self._size)
         previous = rows.prev_last_scheduled_block
         return computed if previous is None else np.where(previous >= 0, previous, computed)
 
     def columns_written(self, computed: int, seq_len: int) -> range:
         """Every block that the step touches."""
         return range(computed // self._size, max(0, (seq_len - 1) // self._size) + 1)
-
-    def boundaries(self, max_tokens: int) -> Sequence[int]:
-        """Every block end."""
-        return range(self._size, max_tokens + 1, self._size)
 
     def published(self, computed: int, seq_len: int) -> Sequence[int]:
         """Every block end that the step reaches."""
@@ -146,6 +114,6 @@ def ssmcore_cache_modes() -> Iterator[CacheModeRecord]:
     yield CacheModeRecord(
         name="all",
         summary="Keeps the state at every block end for prefix reuse.",
-        options=AllOptions,
+        options=BlockOptions,
         create=AllCache,
     )

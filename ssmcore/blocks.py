@@ -5,12 +5,14 @@ All functions are vectorised over int64 token counts; `block_size` is in tokens.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import Field as Option
 
-from ssmcore.strategies import IntArray
+from ssmcore.strategies import CreateContext, IntArray, StrategyOptions
 
 
 @lru_cache(maxsize=1024)
@@ -80,3 +82,40 @@ def crossed_boundaries(
     row = counting(len(counts)).repeat(counts)
     nth = counting(len(row)) - (ends - counts - 1).repeat(counts)
     return row, np.minimum((first[row] + nth) * block_size, seq_lens[row])
+
+
+class BlockOptions(StrategyOptions):
+    """Options of cache modes with blocks of one size."""
+
+    block_size: int = Option(default=256, ge=1, le=2**31 - 1, strict=True)
+    """Tokens of a cache block; states are reusable at its multiples."""
+
+
+class FixedBlocks:
+    """Where states stand when column `b` holds the state after up to `(b + 1) * block_size` tokens.
+
+    The part of a `CacheMode` that follows from the block size alone; subclasses add the rest.
+    """
+
+    reuses_states = True
+
+    def __init__(self, options: BlockOptions, context: CreateContext) -> None:
+        self.block_size: int | None = options.block_size
+        self._size = options.block_size
+        self._num_spec_tokens = context.limits.num_spec_tokens
+
+    def table_width(self, max_tokens: int) -> int:
+        """One column a block, and `S` behind the last."""
+        return max(1, -(-max_tokens // self._size)) + self._num_spec_tokens
+
+    def column(self, tokens: IntArray) -> IntArray:
+        """`max(0, (tokens - 1) // block_size)`."""
+        return column_after(tokens, self._size)
+
+    def last_boundary(self, tokens: IntArray) -> IntArray | None:
+        """The block start at or before `tokens`."""
+        return block_start(tokens, self._size)
+
+    def boundaries(self, max_tokens: int) -> Sequence[int]:
+        """Every block end."""
+        return range(self._size, max_tokens + 1, self._size)

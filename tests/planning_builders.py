@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 from ssmcore_plugins.baseline import Baseline
-from ssmcore_plugins.cache_align import AlignCache, AlignOptions
-from ssmcore_plugins.cache_all import AllCache, AllOptions
+from ssmcore_plugins.cache_align import AlignCache
+from ssmcore_plugins.cache_all import AllCache
 from ssmcore_plugins.cache_none import NoCache
 from ssmcore_plugins.decode_first import DecodeFirst
 from ssmcore_plugins.full_decode import FullDecode, FullDecodeOptions
 from ssmcore_plugins.graph_none import NoGraphs
 from ssmcore_plugins.replay_torch import ReplayTorch
 
+from ssmcore.blocks import BlockOptions
 from ssmcore.pipeline import Pipeline
 from ssmcore.replay import ReplayOptions
 from ssmcore.step import Step
@@ -39,8 +40,8 @@ def make_pipeline(
     context = CreateContext(limits)
     caches = {
         "none": lambda: NoCache(StrategyOptions(), context),
-        "align": lambda: AlignCache(AlignOptions(block_size=block_size), context),
-        "all": lambda: AllCache(AllOptions(block_size=block_size), context),
+        "align": lambda: AlignCache(BlockOptions(block_size=block_size), context),
+        "all": lambda: AllCache(BlockOptions(block_size=block_size), context),
     }
     decodes = {
         "baseline": lambda: Baseline(StrategyOptions(), context),
