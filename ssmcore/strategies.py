@@ -31,9 +31,14 @@ BoolArray = npt.NDArray[np.bool_]
 
 
 class StrategyOptions(BaseModel):
-    """Base of a strategy's options; they stand flat beside its name in the configuration file."""
+    """Base of a strategy's options; they stand flat beside its name in the configuration file.
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    Types are strict: `true` is not 1, and text is not a number. A field may say `strict=False`.
+    """
+
+    model_config = ConfigDict(
+        strict=True, extra="forbid", frozen=True, use_attribute_docstrings=True
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -327,3 +327,17 @@ def test_a_check_that_raises_is_named_with_its_distribution():
     text = refusal(PluginError, "decode.name=loud", records=[decode_record("loud", create=Raising)])
     for word in ("'loud'", "loud-ssm 2.0", "check", "AttributeError"):
         assert word in text
+
+
+def test_options_of_a_plugin_are_strict_without_its_saying_so():
+    from pydantic import ValidationError
+
+    from ssmcore.strategies import StrategyOptions
+
+    class Options(StrategyOptions):
+        every: int = 4
+
+    assert Options(every=5).every == 5
+    for wrong in (True, 2.0, "5"):
+        with pytest.raises(ValidationError):
+            Options(every=wrong)
