@@ -323,11 +323,10 @@ class Engine:
     ) -> StreamEvent:
         """What is new since the request's last event."""
         start = request.reported
-        request.reported = len(request.generated)
+        new = tuple(request.tokens[request.num_prompt_tokens + start :])
+        request.reported = start + len(new)
         logprobs = tuple(request.logprobs[start:]) if request.params.logprobs is not None else None
-        return StreamEvent(
-            request.request_id, text, tuple(request.generated[start:]), logprobs, output
-        )
+        return StreamEvent(request.request_id, text, new, logprobs, output)
 
     def _end(
         self, request: Request, reason: FinishReason, error: str | None = None, text: str = ""
