@@ -17,14 +17,19 @@ import torch
 from ssmcore.device import resolve_device
 from ssmcore.engine.drafting import NgramIndex
 from ssmcore.engine.memory import choose_num_slots
+from ssmcore.engine.outputs import (
+    Prompt,
+    finished_output,
+    paired,
+    refused_output,
+    stream_event,
+)
 from ssmcore.engine.requests import (
     FinishReason,
     Request,
     RequestOutput,
     SamplingParams,
     StreamEvent,
-    Timing,
-    Usage,
 )
 from ssmcore.engine.runner import Runner
 from ssmcore.engine.scheduler import Scheduled, Scheduler
@@ -41,8 +46,6 @@ from ssmcore.selection import select
 from ssmcore.settings import Settings
 from ssmcore.state import StatePool, bytes_per_slot, slot_tensors
 from ssmcore.strategies import IntArray
-
-Prompt = str | Sequence[int]
 
 
 class Engine:
@@ -310,23 +313,13 @@ class Engine:
                 return self._finish(request, "stop", text)
             if len(request.tokens) >= request.limit:
                 return self._finish(request, "length", text)
-        return self._event(request, text) if request.stream else None
+        return stream_event(request, text) if request.stream else None
 
     def _finish(
         self, request: Request, reason: FinishReason, text: str, error: str | None = None
     ) -> StreamEvent:
         self.scheduler.remove(request)
         return self._end(request, reason, error, text)
-
-    def _event(
-        self, request: Request, text: str, output: RequestOutput | None = None
-    ) -> StreamEvent:
-        """What is new since the request's last event."""
-        start = request.reported
-        new = tuple(request.tokens[request.num_prompt_tokens + start :])
-        request.reported = start + len(new)
-        logprobs = tuple(request.logprobs[start:]) if request.params.logprobs is not None else None
-        return StreamEvent(request.request_id, text, new, logprobs, output)
 
     def _end(
         self, request: Request, reason: FinishReason, error: str | None = None, text: str = ""
@@ -341,26 +334,7 @@ class Engine:
                 text = "".join(map(request.text.push, shown))
         if request.text is not None:
             text += request.text.finish()
-        output = RequestOutput(
-            request_id=request.request_id,
-            prompt=request.prompt,
-            prompt_token_ids=tuple(request.tokens[: request.num_prompt_tokens]),
-            text=request.text.text if request.text is not None else "",
-            token_ids=tuple(generated),
-            finish_reason=reason,
-            usage=Usage(request.num_prompt_tokens, len(generated), request.cached_tokens),
-            timing=Timing(
-                request.arrival,
-                request.first_scheduled,
-                request.first_token,
-                time.perf_counter(),
-            ),
-            logprobs=tuple(request.logprobs) if request.params.logprobs is not None else None,
-            seed=request.seed,
-            preemptions=request.preemptions,
-            error=error,
-        )
-        return self._event(request, text, output)
+        return stream_event(request, text, finished_output(request, reason, error))
 
     # -- many requests at once -------------------------------------------------------------------
 
@@ -380,11 +354,11 @@ class Engine:
         """
         outputs: dict[int, RequestOutput] = {}
         number_of: dict[str, int] = {}
-        for number, (prompt, one) in enumerate(_paired(prompts, params)):
+        for number, (prompt, one) in enumerate(paired(prompts, params)):
             try:
                 number_of[self.add_request(prompt, one)] = number
             except RequestError as error:
-                outputs[number] = _refused(f"refused-{number}", prompt, str(error))
+                outputs[number] = refused_output(f"refused-{number}", prompt, str(error))
         left = set(number_of)
         try:
             while left:
@@ -410,7 +384,7 @@ class Engine:
         """
         left: set[str] = set()
         try:
-            for prompt, one in _paired(prompts, params):
+            for prompt, one in paired(prompts, params):
                 left.add(self.add_request(prompt, one, stream=True))
             while left:
                 for event in self._step_for(left):
@@ -513,23 +487,6 @@ class Engine:
         self.close()
 
 
-def _paired(
-    prompts: Prompt | Sequence[Prompt],
-    params: SamplingParams | Sequence[SamplingParams] | None,
-) -> list[tuple[Prompt, SamplingParams | None]]:
-    """Each prompt with its parameters; one prompt or one set of parameters stands for all."""
-    several: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
-    if several and isinstance(several[0], int):
-        several = [several]
-    if params is None or isinstance(params, SamplingParams):
-        return [(prompt, params) for prompt in several]
-    if len(params) != len(several):
-        raise RequestError(
-            f"{len(several)} prompts and {len(params)} parameters; give one for each"
-        )
-    return list(zip(several, params, strict=True))
-
-
 def _check_draft_budget(settings: Settings) -> None:
     """Refuse a token budget that one decoding row and its drafts would not fit in."""
     drafts, budget = settings.engine.num_spec_tokens, settings.engine.max_num_batched_tokens
@@ -539,19 +496,3 @@ def _check_draft_budget(settings: Settings) -> None:
             f" {budget}: a row takes {1 + drafts} tokens a step; what works: a budget of at least"
             f" {1 + drafts}"
         )
-
-
-def _refused(request_id: str, prompt: Prompt, error: str) -> RequestOutput:
-    now = time.perf_counter()
-    text = prompt if isinstance(prompt, str) else None
-    return RequestOutput(
-        request_id,
-        text,
-        (),
-        "",
-        (),
-        "error",
-        Usage(0, 0, 0),
-        Timing(now, None, None, now),
-        error=error,
-    )
